@@ -1,0 +1,1 @@
+"""torchq: quantize PyTorch models by layer name."""
