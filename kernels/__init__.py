@@ -1,0 +1,116 @@
+"""Bytes and arithmetic: every format's torch twin, and the backends that compute the same thing faster.
+
+Sees tensors and keys, never module names or configurations.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchq.errors import ConfigError
+from torchq.kernels import ops
+from torchq.kernels.qtensor import QuantizedTensor
+from torchq.kernels.registry import BACKENDS, announce, load, select
+from torchq.keys import QuantKey, ScaleRounding
+
+__all__ = ["BACKENDS", "QuantizedTensor", "announce", "linear", "load", "quantize", "quantize_measured", "select"]
+
+
+def quantize(
+    x: Tensor,
+    key: QuantKey | str,
+    *,
+    scale_rounding: ScaleRounding | None = None,
+    global_scale: Tensor | None = None,
+    check_finite: bool = False,
+    backend: str = "auto",
+) -> QuantizedTensor:
+    """Quantize a float tensor (..., K) to ``key`` (a name means the weight of that name, else the activation).
+
+    A static key takes the leading dimensions before (N, K) as separate matrices; a dynamic key takes all leading
+    dimensions as rows. ``scale_rounding`` ("floor", "ceil", "even") is for power-of-two scales; the default is the
+    key's. ``global_scale`` (f32) replaces the one of NVFP4. A value that is not finite makes its group NaN, or raises
+    ``ValueError`` with ``check_finite``. Raises ``ConfigError`` for a tensor or option that does not fit the key.
+    """
+    key = _as_key(key)
+    _check(x, key, scale_rounding, global_scale)
+    if check_finite and not _all_finite(x):
+        raise ValueError(
+            f"the tensor of shape {tuple(x.shape)} has values that are not finite; clean it, or leave out "
+            "check_finite to get NaN in their groups alone"
+        )
+    kernels = select("quantize", key, None, x.device.type, backend)
+    return kernels.quantize(x.detach(), key, scale_rounding, global_scale, None)
+
+
+def quantize_measured(
+    x: Tensor,
+    key: QuantKey,
+    *,
+    global_scale: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[QuantizedTensor, float]:
+    """Quantize, and return the SQNR in dB beside it, summed while the values are at hand."""
+    _check(x, key, None, global_scale)
+    error = torch.zeros(2, dtype=torch.float64, device=x.device)
+    kernels = select("quantize", key, None, x.device.type, backend)
+    quantized = kernels.quantize(x.detach(), key, None, global_scale, error)
+    return quantized, _decibels(*error.tolist())
+
+
+def linear(
+    x: Tensor,
+    qweight: QuantizedTensor,
+    bias: Tensor | None = None,
+    activation: QuantKey | str | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Return ``x @ qweight.T + bias`` for x (..., K), qweight (N, K), bias (N,): shape (..., N), dtype of x.
+
+    With ``activation``, x is quantized to that key on the way. Gradients flow to x (straight through the rounding) and
+    to the bias. Raises ``ConfigError`` for shapes that do not fit, ``UnsupportedError`` when no backend can run.
+    """
+    if len(qweight.shape) != 2 or x.shape[-1] != qweight.shape[1]:
+        raise ConfigError(
+            f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(qweight.shape)}; "
+            "the last dimension of x is the weight's last dimension"
+        )
+    if activation is not None:
+        activation = QuantKey.from_name(activation, "activation") if isinstance(activation, str) else activation
+    return ops.linear(x, qweight, bias, activation, backend)
+
+
+def _as_key(key: QuantKey | str) -> QuantKey:
+    if isinstance(key, QuantKey):
+        return key
+    try:
+        return QuantKey.from_name(key, "weight")
+    except ConfigError:
+        return QuantKey.from_name(key, "activation")
+
+
+def _check(x: Tensor, key: QuantKey, rounding: str | None, global_scale: Tensor | None) -> None:
+    if not x.is_floating_point() or x.element_size() < 2:
+        raise ConfigError(f"can't quantize a tensor of {x.dtype}; give float32, bfloat16 or float16 values")
+    if x.dim() < (1 if key.dynamic else 2):
+        raise ConfigError(f"a tensor of shape {tuple(x.shape)} has too few dimensions for {key}; give (..., N, K)")
+    if rounding is not None and (key.scale != "e8m0" or rounding not in ("floor", "ceil", "even")):
+        raise ConfigError(
+            f"scale_rounding {rounding!r} does not go with {key}; power-of-two scales take 'floor', "
+            "'ceil' or 'even', other scales none"
+        )
+    if global_scale is not None and key.global_scale is None:
+        raise ConfigError(f"{key} has no global scale; leave out global_scale")
+
+
+def _all_finite(x: Tensor) -> bool:
+    # A sum of zeros is finite exactly when every value is, and needs no mask of x's size.
+    return bool(torch.isfinite(x.sum())) or bool(x.isfinite().all())
+
+
+def _decibels(signal: float, noise: float) -> float:
+    """Return 10 log10(signal / noise): inf for an exact result, NaN where a sum is not finite."""
+    if math.isnan(signal) or math.isnan(noise):
+        return math.nan
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf

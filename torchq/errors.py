@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong: an unknown name, two rules in conflict, a pattern that hits nothing, a shape that can't be."""
+    """The configuration is wrong: an unknown name, a conflict, a pattern that hits nothing, an impossible shape."""
 
 
 class UnsupportedError(NotImplementedError):
-    """The request is understood, but nothing here can do it: no method, no backend, a module class that is not known."""
+    """The request is understood, but nothing here can do it: no method, no backend, an unknown module class."""
 
 
 class CheckpointError(RuntimeError):

@@ -55,8 +55,8 @@ _GLOBALS = ("tensor", "token")
 class QuantKey:
     """What a quantized tensor is made of: element, scale, group, global scale, and when its scales are computed.
 
-    ``group`` is (rows, columns) that share one scale, ``WHOLE`` for a whole dimension. ``global_scale`` is a second, f32
-    scale over the whole ``"tensor"`` or one per ``"token"``. ``dynamic`` means that scales are computed at run time.
+    ``group`` is (rows, columns) that share one scale, ``WHOLE`` for a whole dimension. ``global_scale`` is a second,
+    f32 scale: one for the whole ``"tensor"`` or one per ``"token"``. ``dynamic``: scales are computed at run time.
     Raises ``ConfigError`` for parts that are not known or do not go together.
     """
 
@@ -102,7 +102,7 @@ class QuantKey:
 
     @property
     def column_multiple(self) -> int:
-        """Stored columns are padded with zeros to a multiple of this: MX and 4-bit groups are kept whole, others may be cut."""
+        """Stored columns are padded with zeros to a multiple of this: MX and 4-bit groups are kept whole."""
         return self.group[1] if self.bits == 4 or self.scale == "e8m0" else 1
 
     def as_role(self, role: Role) -> "QuantKey":
@@ -113,7 +113,7 @@ class QuantKey:
         return _NAMES.get(self) or self.spelled_out()
 
     def spelled_out(self) -> str:
-        """The parts, in the form that ``from_name`` reads: ``e4m3/f32/1x64/dynamic``, ``e2m1/e4m3/1x16/tensor/static``."""
+        """The parts, as ``from_name`` reads them: ``e4m3/f32/1x64/dynamic``, ``e2m1/e4m3/1x16/tensor/static``."""
         group = "x".join("*" if g == WHOLE else str(g) for g in self.group)
         parts = [self.element, self.scale, group, self.global_scale, "dynamic" if self.dynamic else "static"]
         return "/".join(p for p in parts if p)
@@ -195,8 +195,8 @@ def key_names(role: Role) -> tuple[str, ...]:
 def stored_shapes(shape: tuple[int, ...], key: QuantKey) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of ``data``, ``scale`` and (where the key has one) ``global_scale`` for a tensor of ``shape``.
 
-    The last dimension is K. A static key takes the leading dimensions before (N, K) as a batch of matrices (experts), each
-    with its own whole-tensor scales; a dynamic key takes all leading dimensions as rows of one matrix.
+    The last dimension is K. A static key takes the dimensions before (N, K) as a batch of matrices (experts), each with
+    its own whole-tensor scales; a dynamic key takes all leading dimensions as the rows of one matrix.
     """
     *lead, columns = shape
     batch, rows = ([], lead) if key.dynamic else (lead[:-1], lead[-1:])
