@@ -4,6 +4,7 @@ Sees tensors and keys, never module names or configurations.
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,9 +13,22 @@ from torchq.errors import ConfigError
 from torchq.kernels import ops
 from torchq.kernels.qtensor import QuantizedTensor
 from torchq.kernels.registry import BACKENDS, announce, load, select
+from torchq.kernels.scales import global_scale_from_amax
+from torchq.kernels.twin import finite_amax
 from torchq.keys import QuantKey, ScaleRounding
 
-__all__ = ["BACKENDS", "QuantizedTensor", "announce", "linear", "load", "quantize", "quantize_measured", "select"]
+__all__ = [
+    "BACKENDS",
+    "QuantizedTensor",
+    "announce",
+    "decibels",
+    "linear",
+    "load",
+    "quantize",
+    "quantize_measured",
+    "select",
+    "shared_global_scale",
+]
 
 
 def quantize(
@@ -49,14 +63,30 @@ def quantize_measured(
     key: QuantKey,
     *,
     global_scale: Tensor | None = None,
+    measure: bool = True,
     backend: str = "auto",
-) -> tuple[QuantizedTensor, float]:
-    """Quantize, and return the SQNR in dB beside it, summed while the values are at hand."""
+) -> tuple[QuantizedTensor, tuple[float, float]]:
+    """Quantize, and return beside it the sums of squares of the values and of their error, for ``decibels``.
+
+    The sums are taken while the values are at hand; without ``measure`` they are (0, 0).
+    """
     _check(x, key, None, global_scale)
-    error = torch.zeros(2, dtype=torch.float64, device=x.device)
+    error = torch.zeros(2, dtype=torch.float64, device=x.device) if measure else None
     kernels = select("quantize", key, None, x.device.type, backend)
     quantized = kernels.quantize(x.detach(), key, None, global_scale, error)
-    return quantized, _decibels(*error.tolist())
+    return quantized, (0.0, 0.0) if error is None else tuple(error.tolist())
+
+
+def shared_global_scale(matrices: Iterable[Tensor]) -> Tensor:
+    """Return the f32 NVFP4 global scale of several matrices that a reader may fuse into one."""
+    return global_scale_from_amax(torch.stack([finite_amax(m).cpu() for m in matrices]).amax())
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return the SQNR 10 log10(signal / noise) in dB: inf for an exact result, NaN where a sum is not finite."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 def linear(
@@ -107,10 +137,3 @@ def _check(x: Tensor, key: QuantKey, rounding: str | None, global_scale: Tensor 
 def _all_finite(x: Tensor) -> bool:
     # A sum of zeros is finite exactly when every value is, and needs no mask of x's size.
     return bool(torch.isfinite(x.sum())) or bool(x.isfinite().all())
-
-
-def _decibels(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise): inf for an exact result, NaN where a sum is not finite."""
-    if math.isnan(signal) or math.isnan(noise):
-        return math.nan
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf

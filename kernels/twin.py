@@ -102,15 +102,16 @@ def _quantize_matrix(x: Tensor, out: QuantizedTensor, rounding, own_global: bool
     key = out.key
     row_scale, whole_scale = key.group[1] == WHOLE, key.group[0] == WHOLE
     if whole_scale:
-        out.scale.copy_(stored_scale(_amax_of(x, key, per_row=False), key))
+        out.scale.copy_(stored_scale(_amax(x, per_row=False), key))
     if key.global_scale and own_global:
-        out.global_scale.copy_(global_scale_from_amax(_amax_of(x, key, per_row=key.global_scale == "token")))
+        # Of finite values only: a NaN stays in its own block.
+        out.global_scale.copy_(global_scale_from_amax(finite_amax(x, per_row=key.global_scale == "token")))
     step = _row_step(key, x.shape[1])
     for start in range(0, x.shape[0], step):
         tile = out.rows(start, min(start + step, x.shape[0]))
         values = x[start : start + step]
         if row_scale and not whole_scale:
-            tile.scale.copy_(stored_scale(_amax_of(values, key, per_row=True), key))
+            tile.scale.copy_(stored_scale(_amax(values, per_row=True), key))
         for first, last in _column_steps(key, x.shape[1], values.shape[0]):
             _quantize_tile(values[:, first:last].float(), tile, first, rounding, error)
 
@@ -145,15 +146,19 @@ def _dequantize_tile(q: QuantizedTensor) -> Tensor:
     return (values * multiplier)[:, :columns]
 
 
-def _amax_of(x: Tensor, key: QuantKey, per_row: bool) -> Tensor:
-    # An NVFP4 global scale looks at finite values only: a NaN stays in its own block.
+def finite_amax(x: Tensor, per_row: bool = False) -> Tensor:
+    """Return the f32 largest magnitude among the finite values of a matrix, or of each row as (N, 1)."""
+    return _amax(x, per_row, finite=True)
+
+
+def _amax(x: Tensor, per_row: bool, finite: bool = False) -> Tensor:
     rows = []
     step = max(1, TILE // x.shape[1])
     for start in range(0, x.shape[0], step):
         parts = []
         for first in range(0, x.shape[1], TILE):
             part = x[start : start + step, first : first + TILE].abs()
-            part = part if key.global_scale is None else torch.where(part.isfinite(), part, 0)
+            part = torch.where(part.isfinite(), part, 0) if finite else part
             parts.append(part.amax(1, keepdim=True))
         rows.append(torch.cat(parts, 1).amax(1, keepdim=True).float())
     amax = torch.cat(rows)

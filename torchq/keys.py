@@ -127,7 +127,7 @@ class QuantKey:
         if role not in ("weight", "activation"):
             raise ConfigError(f"role {role!r} is not known; say 'weight' or 'activation'")
         if not isinstance(name, str):
-            raise ConfigError(f"a {role} key is a name, a QuantKey or null, not {name!r}")
+            raise ConfigError(f"the {role} key is a name, a QuantKey or null, not {name!r}")
         if "/" in name:
             return _parse_spelled_out(name)
         names = key_names(role)
@@ -215,3 +215,8 @@ def stored_shapes(shape: tuple[int, ...], key: QuantKey) -> dict[str, tuple[tupl
     if key.global_scale:
         shapes["global_scale"] = ((*lead, 1) if key.global_scale == "token" else tuple(batch), torch.float32)
     return shapes
+
+
+def stored_nbytes(shape: tuple[int, ...], key: QuantKey) -> int:
+    """Bytes of codes and scales together for a tensor of ``shape``."""
+    return sum(math.prod(stored) * dtype.itemsize for stored, dtype in stored_shapes(shape, key).values())

@@ -6,7 +6,7 @@ Every linear runs 12 times per forward, so hooks on it fire 12 times and a swap 
 import torch
 from torch import nn
 
-from zoo.fetch import fetch_file
+from torchq.zoo.fetch import fetch_file
 
 # Esterification of acetic acid with ethanol.
 REACTION = "CC(=O)O.OCC>>CC(=O)OCC"

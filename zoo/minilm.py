@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from zoo.fetch import fetch_file
+from torchq.zoo.fetch import fetch_file
 
 
 def load() -> tuple[nn.Module, object]:

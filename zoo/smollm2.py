@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zoo.fetch import build_once, fetch_file
+from torchq.zoo.fetch import build_once, fetch_file
 
 _MODULES = {
     "attn_norm": "input_layernorm",

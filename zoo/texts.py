@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from zoo.fetch import fetch_file
+from torchq.zoo.fetch import fetch_file
 
 _PARAGRAPHS_PER_ARTICLE = 6
 _SHORTEST_PARAGRAPH = 200

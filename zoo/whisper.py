@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zoo.fetch import fetch_file
+from torchq.zoo.fetch import fetch_file
 
 _SAMPLING_RATE = 16000
 _FORMAT_VERSION = 6

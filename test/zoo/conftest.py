@@ -2,8 +2,8 @@
 
 import pytest
 
-from zoo import albert, minilm, smollm2, texts, whisper
-from zoo.fetch import Unavailable
+from torchq.zoo import albert, minilm, smollm2, texts, whisper
+from torchq.zoo.fetch import Unavailable
 
 
 def _or_skip(load):

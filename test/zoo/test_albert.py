@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from zoo.albert import REACTION, masked_accuracy
+from torchq.zoo.albert import REACTION, masked_accuracy
 
 
 def test_fills_in_masked_atoms(albert):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from zoo import experts
-from zoo import smollm2 as zoo_smollm2
-from zoo.measure import logits_sqnr
+from torchq.zoo import experts
+from torchq.zoo import smollm2 as zoo_smollm2
+from torchq.zoo.measure import logits_sqnr
 
 LAYERS = 4
 

@@ -5,8 +5,8 @@ import zipfile
 
 import pytest
 
-from zoo import fetch
-from zoo.fetch import Unavailable, Wheel, build_once, fetch_file
+from torchq.zoo import fetch
+from torchq.zoo.fetch import Unavailable, Wheel, build_once, fetch_file
 
 EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from zoo.measure import logits_sqnr, perplexity
+from torchq.zoo.measure import logits_sqnr, perplexity
 
 
 class Copycat(nn.Module):

@@ -2,7 +2,7 @@
 
 import torch
 
-from zoo.minilm import embed
+from torchq.zoo.minilm import embed
 
 
 def test_embeddings(minilm):

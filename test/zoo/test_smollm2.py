@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zoo import smollm2 as zoo_smollm2
-from zoo.measure import perplexity
+from torchq.zoo import smollm2 as zoo_smollm2
+from torchq.zoo.measure import perplexity
 
 
 def test_answers_paris(smollm2):

@@ -2,7 +2,7 @@
 
 import re
 
-from zoo.texts import python_docs
+from torchq.zoo.texts import python_docs
 
 
 def test_wikipedia_is_prose(wikipedia):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zoo.tiny import TINY
+from torchq.zoo.tiny import TINY
 
 
 @pytest.mark.parametrize("name", TINY)

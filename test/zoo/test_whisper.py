@@ -2,7 +2,7 @@
 
 import torch
 
-from zoo import whisper as zoo_whisper
+from torchq.zoo import whisper as zoo_whisper
 
 
 @torch.no_grad()

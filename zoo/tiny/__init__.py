@@ -7,9 +7,9 @@
         logits = entry.output(model(**entry.inputs()))
 """
 
-from zoo.tiny.dense import AWKWARD, DENSE
-from zoo.tiny.entry import Tiny
-from zoo.tiny.moe import MOE
+from torchq.zoo.tiny.dense import AWKWARD, DENSE
+from torchq.zoo.tiny.entry import Tiny
+from torchq.zoo.tiny.moe import MOE
 
 TINY: dict[str, Tiny] = DENSE | AWKWARD | MOE
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from zoo.tiny.entry import HIDDEN, LLAMA, QWEN3, SIZE, SPECIAL, T5, TOKENS, VOCAB, Tiny, floats, hf, two_sides
+from torchq.zoo.tiny.entry import HIDDEN, LLAMA, QWEN3, SIZE, SPECIAL, T5, TOKENS, VOCAB, Tiny, floats, hf, two_sides
 
 
 class SelfAttention(nn.Module):

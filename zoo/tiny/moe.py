@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from zoo.tiny.entry import HIDDEN, LLAMA, QWEN3, SIZE, SPECIAL, T5, VOCAB, Tiny, find, hf, token_ids, two_sides
+from torchq.zoo.tiny.entry import HIDDEN, LLAMA, QWEN3, SIZE, SPECIAL, T5, VOCAB, Tiny, find, hf, token_ids, two_sides
 
 
 def moe(model: str, config: str, inputs=token_ids, **fields) -> Tiny:

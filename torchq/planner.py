@@ -1,0 +1,310 @@
+"""The planner: what each layer of one model gets under one configuration, and everything that is wrong with it."""
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchq import kernels
+from torchq.errors import ConfigError, UnsupportedError, did_you_mean
+from torchq.keys import stored_nbytes
+from torchq.nn.linears import LinearKind, left_alone
+from torchq.plan import LARGE, QuantizationPlan, Row
+from torchq.resolution import Resolution, Resolver
+from torchq.roles import Roles
+from torchq.ties import tied_names
+from torchq.transforms.tree import Node, walk
+
+OnUnmatched = Literal["error", "warn", "ignore"]
+_KINDS = (LinearKind,)
+# What wrappers add to a name: torch.compile, activation checkpointing, low-rank adapters.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")
+
+
+@dataclass(eq=False)
+class Job:
+    """A layer to quantize: where it hangs, how its kind is handled, and the matrices whose global scale it shares."""
+
+    node: Node
+    kind: Any
+    row: Row
+    shares: list["Job"]
+
+    def matrices(self) -> dict[str, Tensor]:
+        module = self.node.module
+        return self.kind.dequantized(module) if isinstance(module, self.kind.quantized) else self.kind.matrices(module)
+
+
+class Planner:
+    """Makes the rows of one model, and collects what is wrong with them."""
+
+    def __init__(self, resolver: Resolver, model: nn.Module, backend: str, on_unmatched: OnUnmatched) -> None:
+        self.resolver, self.config = resolver, resolver.config
+        self.backend, self.on_unmatched = backend, on_unmatched
+        self.nodes = walk(model)
+        if self._kind_of(model) is not None or _quantized_kind(model) is not None:
+            raise ConfigError(
+                f"the model is itself one {type(model).__name__}, which can't swap itself; wrap it: "
+                "model = torch.nn.Sequential(model)"
+            )
+        self.roles = Roles(self.nodes)
+        self.ties = tied_names(self.nodes)
+        self.jobs: list[Job] = []
+        self.problems: list[Exception] = []
+        self.unused_targets = dict.fromkeys(self.config.targets or ())
+        self.unused_ignores = dict.fromkeys(self.config.ignore)
+        self.only_unsupported: dict[str, str] = {}
+
+    def plan(self) -> QuantizationPlan:
+        rows = [row for node in self.nodes[1:] if (row := self._row(node)) is not None]
+        self._check_groups()
+        self._check_patterns(rows)
+        if self.problems:
+            raise _one_error(self.problems)
+        replaced = {id(job.node.module) for job in self.jobs}
+        before, after = self._model_bytes(replaced)
+        return QuantizationPlan(rows, before, after, self._large_parameters(replaced))
+
+    def check_materialised(self) -> None:
+        """Raise ``ConfigError`` naming the layers that have no data to quantize."""
+        empty = [job.row.name for job in self.jobs if any(t.is_meta for t in job.node.module.parameters())]
+        if empty:
+            raise ConfigError(
+                f"{len(empty)} layers are on the meta device and have no data ({_some(empty)}); load the weights "
+                "first, or call plan(), which needs none"
+            )
+
+    def _row(self, node: Node) -> Row | None:
+        module, names = node.module, _matched_names(node)
+        quantized = _quantized_kind(module)
+        kind = quantized or self._kind_of(module)
+        self._note_hits(names, module, supported=kind is not None)
+        if kind is None:
+            return self._row_of_other(node, names)
+        shapes = (
+            {"weight": (module.out_features, module.in_features)}
+            if quantized
+            else {n: tuple(t.shape) for n, t in kind.matrices(module).items()}
+        )
+        size = sum(t.nbytes for t in _own_tensors(module))
+        shape = next(iter(shapes.values())) if len(shapes) == 1 else tuple(shapes.values())
+        row = Row(node.name, kind.kind, shape, size, size, aliases=tuple(node.names[1:]))
+        resolution = self._resolve(names, kind.kind)
+        row.skipped = self._why_skipped(node, row, kind, quantized is not None, resolution)
+        if row.skipped is None:
+            self._fill(row, node, kind, shapes, resolution)
+        return row
+
+    def _resolve(self, names: list[str], kind: str) -> Resolution | None:
+        answers = {}
+        for name in names:
+            try:
+                answers[name] = self.resolver.resolve(name, kind)
+            except (ConfigError, UnsupportedError) as problem:
+                self.problems.append(problem)
+                return None
+        found = [a for a in answers.values() if a is not None]
+        distinct = {(a.weight, a.activation, a.hadamard_size) for a in found}
+        ignored = [name for name in names if answers[name] is None and self.resolver.is_ignored(name)]
+        if len(distinct) > 1 or (found and ignored):
+            listed = "; ".join(
+                f"{n}: {a or ('ignored' if n in ignored else 'not matched')}" for n, a in answers.items()
+            )
+            self.problems.append(ConfigError(f"one module has several names that get different specs: {listed}"))
+        return found[0] if found else None
+
+    def _why_skipped(self, node: Node, row: Row, kind, quantized: bool, resolution: Resolution | None) -> str | None:
+        names = _matched_names(node)
+        if resolution is None:
+            return self._why_unmatched(names, kind.kind)
+        blanket = resolution.source != "targets"
+        if quantized:
+            module = node.module
+            now = (module.weight_key, module.activation, module.hadamard_size)
+            if now == (resolution.weight, resolution.activation, resolution.hadamard_size):
+                return "quantized to this spec already"
+            if blanket:
+                return f"quantized already ({now[0]} x {now[1] or '16-bit'}); name it in targets to quantize it again"
+            row.notes.append(f"{row.name}: quantized again from its {now[0]} weight")
+            return None
+        if blanket and (reason := self.roles.reason(node)):
+            return f"{reason}; name it in targets to quantize it"
+        if reason := kind.problem(node.module):
+            if blanket:
+                return reason
+            self.problems.append(UnsupportedError(f"{row.name} can't be quantized: {reason}"))
+        elif 0 in (row.shape if kind.kind == "linear" else ()):
+            return "it has no elements"
+        return None
+
+    def _why_unmatched(self, names: list[str], kind: str) -> str:
+        try:
+            if any(self.resolver.is_ignored(name) for name in names):
+                return "ignored"
+        except ConfigError:
+            return "in conflict"
+        return "not in targets" if self.config.targets is not None else f"no weight format for {kind}"
+
+    def _fill(self, row: Row, node: Node, kind, shapes: dict[str, tuple], resolution: Resolution) -> None:
+        row.resolution = resolution
+        device = next((t.device.type for t in _own_tensors(node.module)), "cpu")
+        device = torch.get_default_device().type if device == "meta" else device
+        operation = "moe" if kind.kind == "moe" else "linear"
+        try:
+            chosen = kernels.select(operation, resolution.weight, resolution.activation, device, self.backend)
+            row.backend = chosen.name
+        except UnsupportedError as problem:
+            self.problems.append(UnsupportedError(f"{row.name}: {problem}"))
+        for shape in shapes.values():
+            self._check_hadamard(row.name, resolution, shape)
+            padded = -(-shape[-1] // resolution.weight.column_multiple) * resolution.weight.column_multiple
+            if padded != shape[-1]:
+                row.notes.append(f"K = {shape[-1]} is stored with zeros up to {padded} for {resolution.weight}")
+        if (hint := self.resolver.hint(row.name)) is not None:
+            row.notes.append(hint)
+        tied = self.ties.get(id(node.module._parameters.get("weight")))
+        if tied:
+            others = ", ".join(name for name in tied if name != row.name)
+            row.notes.append(f"{row.name} was tied to {others}, which keeps the dense weight")
+        bias = node.module._parameters.get("bias") if kind.kind == "linear" else None
+        row.bytes_after = sum(stored_nbytes(s, resolution.weight) for s in shapes.values())
+        row.bytes_after += bias.nbytes if bias is not None else 0
+        self.jobs.append(Job(node, kind, row, []))
+
+    def _check_hadamard(self, name: str, resolution: Resolution, shape: tuple) -> None:
+        size = resolution.hadamard_size
+        if size is not None and shape[-1] % size:
+            self.problems.append(
+                ConfigError(
+                    f"{name}: hadamard_size {size} does not divide its in_features {shape[-1]}; "
+                    f"the largest power of two that does is {shape[-1] & -shape[-1]}"
+                )
+            )
+
+    def _row_of_other(self, node: Node, names: list[str]) -> Row | None:
+        module = node.module
+        cls = type(module).__name__
+        targets = self.config.targets or {}
+        literal = next((name for name in names if name in targets), None)
+        why = left_alone(module)
+        if literal is not None:
+            inside = f"; to mean the layers inside, type {literal + '.*'!r}" if module._modules else ""
+            self.problems.append(
+                UnsupportedError(
+                    f"{literal} was matched by quantization_config.targets ({literal!r}), but quantization is not "
+                    f"supported for {cls}{': ' + why if why else ''}{inside}"
+                )
+            )
+        matched = any(self.resolver.targets.matches(name) for name in names)
+        bearing = any(p is not None for p in module._parameters.values())
+        if why is None and not (matched and bearing):
+            return None
+        if matched:
+            why = f"matched by targets, but {why or f'quantization is not supported for {cls}'}"
+        size = sum(t.nbytes for t in _own_tensors(module))
+        return Row(node.name, "other", (), size, size, skipped=why, aliases=tuple(node.names[1:]))
+
+    def _note_hits(self, names: list[str], module: nn.Module, supported: bool) -> None:
+        for name in names:
+            hits = self.resolver.hits(name)
+            for pattern in hits.ignore:
+                self.unused_ignores.pop(pattern, None)
+            for pattern in hits.targets:
+                if supported:
+                    self.unused_targets.pop(pattern, None)
+                else:
+                    self.only_unsupported.setdefault(pattern, f"{name} ({type(module).__name__})")
+
+    def _check_groups(self) -> None:
+        """Shards of one group: rules on the fused name must agree, and NVFP4 shards share a global scale."""
+        groups: dict[str, list[Job]] = defaultdict(list)
+        for job in self.jobs:
+            for fused in self.resolver.fused_names(job.row.name) if job.kind.kind == "linear" else ():
+                groups[fused].append(job)
+        for fused, jobs in groups.items():
+            try:
+                self.resolver.check_group(fused, [job.row.name for job in jobs], "linear")
+            except ConfigError as problem:
+                self.problems.append(problem)
+            same = {(j.row.resolution.weight, j.row.resolution.hadamard_size) for j in jobs}
+            if len(jobs) > 1 and len(same) == 1 and jobs[0].row.resolution.weight.global_scale:
+                for job in jobs:
+                    job.shares = job.shares or jobs
+
+    def _check_patterns(self, rows: list[Row]) -> None:
+        names = [row.name for row in rows if row.kind != "other"]
+        complaints = []
+        for pattern in self.unused_targets:
+            if (where := self.only_unsupported.get(pattern)) is not None:
+                complaints.append(f"target {pattern!r} matches only modules that can't be quantized, such as {where}")
+            else:
+                complaints.append(f"target {pattern!r} matches no layer{did_you_mean(pattern, names)}")
+        if not complaints and not self.problems and not any(row.skipped is None for row in rows):
+            if not any("already" in row.skipped for row in rows):
+                complaints.append(f"the config quantizes nothing in this model: {why_nothing(rows)}")
+        for complaint in complaints:
+            if self.on_unmatched == "error":
+                self.problems.append(ConfigError(complaint))
+            elif self.on_unmatched == "warn":
+                warnings.warn(complaint, stacklevel=5)
+        for pattern in self.unused_ignores:
+            everything = [name for node in self.nodes for name in node.names]
+            warnings.warn(f"ignore {pattern!r} matches no module{did_you_mean(pattern, everything)}", stacklevel=5)
+
+    def _model_bytes(self, replaced: set[int]) -> tuple[int, int]:
+        before, after = {}, {}
+        for node in self.nodes:
+            module = node.module
+            for tensor in _own_tensors(module):
+                before[id(tensor)] = tensor.nbytes
+                if id(module) not in replaced:
+                    after[id(tensor)] = tensor.nbytes
+        return sum(before.values()), sum(after.values()) + sum(job.row.bytes_after for job in self.jobs)
+
+    def _large_parameters(self, replaced: set[int]) -> list[tuple[str, str, int]]:
+        return [
+            (f"{node.name}.{name}" if node.name else name, type(node.module).__name__, tensor.nbytes)
+            for node in self.nodes
+            if id(node.module) not in replaced
+            for name, tensor in node.module._parameters.items()
+            if tensor is not None and tensor.nbytes >= LARGE
+        ]
+
+    @staticmethod
+    def _kind_of(module: nn.Module):
+        return next((kind for kind in _KINDS if kind.recognises(module)), None)
+
+
+def _quantized_kind(module: nn.Module):
+    return next((kind for kind in _KINDS if isinstance(module, kind.quantized)), None)
+
+
+def _matched_names(node: Node) -> list[str]:
+    """The names that patterns are tested against: those of the model without its wrappers."""
+    names = (".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in node.names)
+    return list(dict.fromkeys(names))
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
+def _one_error(problems: list[Exception]) -> Exception:
+    texts = list(dict.fromkeys(str(problem) for problem in problems))
+    cls = ConfigError if any(isinstance(problem, ConfigError) for problem in problems) else UnsupportedError
+    if len(texts) == 1:
+        return cls(texts[0])
+    return cls(f"{len(texts)} problems, and nothing was changed:\n" + "\n".join(f"  - {text}" for text in texts))
+
+
+def why_nothing(rows: list[Row]) -> str:
+    reasons = dict.fromkeys(f"{row.name}: {row.skipped}" for row in rows)
+    return _some(list(reasons)) if reasons else "it has no linear layers and no experts"
+
+
+def _some(items: list[str], count: int = 5) -> str:
+    more = f", and {len(items) - count} more" if len(items) > count else ""
+    return ", ".join(items[:count]) + more

@@ -1,0 +1,67 @@
+"""Walk a module tree with every name of every module, and swap a module everywhere it is registered."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
+
+
+@dataclass(eq=False)
+class Node:
+    """A module with its fully qualified names (several when it is shared) and the slots that hold it."""
+
+    module: nn.Module
+    names: list[str] = field(default_factory=list)
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    parent: "Node | None" = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def walk(root: nn.Module) -> list[Node]:
+    """Return one node a module, in the order of ``named_modules``; the root comes first, with the name ``""``."""
+    nodes: dict[int, Node] = {}
+    for name, module, parent, slot in _paths(root, "", None, "", set()):
+        node = nodes.setdefault(id(module), Node(module, parent=nodes.get(id(parent))))
+        node.names.append(name)
+        if parent is not None and (parent, slot) not in node.slots:
+            node.slots.append((parent, slot))
+    return list(nodes.values())
+
+
+def swap(node: Node, replacement: nn.Module) -> None:
+    """Put ``replacement`` into every slot of the node, with the old module's hooks and train / eval flag."""
+    old = node.module
+    for name in _HOOKS:
+        setattr(replacement, name, getattr(old, name))
+    replacement.train(old.training)
+    for parent, slot in node.slots:
+        parent._modules[slot] = replacement
+    node.module = replacement
+
+
+def _paths(
+    module: nn.Module, name: str, parent: nn.Module | None, slot: str, above: set[int]
+) -> Iterator[tuple[str, nn.Module, nn.Module | None, str]]:
+    if id(module) in above:  # a child that holds its own parent
+        return
+    yield name, module, parent, slot
+    above.add(id(module))
+    for child_slot, child in module._modules.items():
+        if child is not None:
+            child_name = f"{name}.{child_slot}" if name else child_slot
+            yield from _paths(child, child_name, module, child_slot, above)
+    above.discard(id(module))
