@@ -14,12 +14,14 @@ from torchq.kernels import ops
 from torchq.kernels.qtensor import QuantizedTensor
 from torchq.kernels.registry import BACKENDS, announce, load, select
 from torchq.kernels.scales import global_scale_from_amax
+from torchq.kernels.supported import Support, supported
 from torchq.kernels.twin import finite_amax
 from torchq.keys import QuantKey, ScaleRounding
 
 __all__ = [
     "BACKENDS",
     "QuantizedTensor",
+    "Support",
     "announce",
     "decibels",
     "linear",
@@ -28,6 +30,7 @@ __all__ = [
     "quantize_measured",
     "select",
     "shared_global_scale",
+    "supported",
 ]
 
 

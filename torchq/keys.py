@@ -187,6 +187,24 @@ QUANT_KEYS: Mapping[str, QuantKey] = MappingProxyType(
 _NAMES = {key: name for keys in _KEYS_BY_ROLE.values() for name, key in keys.items()}
 
 
+# The activation that a weight key takes when the user wrote none; the same for linear layers and experts.
+DEFAULT_ACTIVATION: Mapping[QuantKey, QuantKey | None] = MappingProxyType(
+    {
+        _KEYS_BY_ROLE["weight"][weight]: _KEYS_BY_ROLE["activation"].get(activation)
+        for weight, activation in (
+            ("fp8_per_tensor_static", "fp8_per_token"),
+            ("fp8_per_channel_static", "fp8_per_token"),
+            ("fp8_per_block_static", "fp8_per_block_dynamic"),
+            ("mxfp8", "mxfp8"),
+            ("mxfp4", "mxfp4"),
+            ("nvfp4", "nvfp4"),
+            ("int8_per_channel_static", "int8_per_token"),
+            ("int4_per_group_32", None),
+        )
+    }
+)
+
+
 def key_names(role: Role) -> tuple[str, ...]:
     """The key names that can play the role, in the table's order."""
     return tuple(_KEYS_BY_ROLE[role])

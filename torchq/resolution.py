@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from torchq.config import QuantizationConfig
 from torchq.errors import ConfigError, UnsupportedError
-from torchq.keys import QuantKey, key_names
+from torchq.keys import DEFAULT_ACTIVATION, QuantKey, key_names
 from torchq.matching import (
     FUSED_MAPPING,
     Found,
@@ -19,7 +19,7 @@ from torchq.matching import (
     one_target,
     pattern_set,
 )
-from torchq.spec import DEFAULT_ACTIVATION, KINDS, Kind, QuantSpec, meaning, spelled_out
+from torchq.spec import KINDS, Kind, QuantSpec, meaning, spelled_out
 
 _KIND_NAMES = {"linear": "linear layers", "moe": "experts"}
 

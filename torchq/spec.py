@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from torchq.errors import ConfigError, did_you_mean
-from torchq.keys import QUANT_KEYS, QuantKey, Role, key_names
+from torchq.keys import DEFAULT_ACTIVATION, QUANT_KEYS, QuantKey, Role, key_names
 
 Kind = Literal["linear", "moe"]
 KINDS: tuple[Kind, ...] = ("linear", "moe")
@@ -144,23 +144,6 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "nvfp4_per_token": Shorthand(
             None, QuantSpec(weight="nvfp4"), QuantKey.from_name("nvfp4_per_token", "activation")
         ),
-    }
-)
-
-# The activation that a weight key takes when the user wrote none; the same for linear layers and experts.
-DEFAULT_ACTIVATION: Mapping[QuantKey, QuantKey | None] = MappingProxyType(
-    {
-        QuantKey.from_name(weight): activation and QuantKey.from_name(activation, "activation")
-        for weight, activation in (
-            ("fp8_per_tensor_static", "fp8_per_token"),
-            ("fp8_per_channel_static", "fp8_per_token"),
-            ("fp8_per_block_static", "fp8_per_block_dynamic"),
-            ("mxfp8", "mxfp8"),
-            ("mxfp4", "mxfp4"),
-            ("nvfp4", "nvfp4"),
-            ("int8_per_channel_static", "int8_per_token"),
-            ("int4_per_group_32", None),
-        )
     }
 )
 

@@ -29,14 +29,18 @@ def as_text(headline: str, rows: Sequence["Row"], unquantized: Sequence[tuple[st
     lines = [f"torchq: {headline}"]
     cells = _quantized_cells(rows)
     if cells:
-        columns = [c for i, c in enumerate(_COLUMNS) if any(cell[i] for cell in cells)]
-        cells = [[cell for cell, c in zip(line, _COLUMNS, strict=True) if c in columns] for line in cells]
-        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-        lines += ["", _line(columns, columns, widths), "  ".join("-" * w for w in widths)]
-        lines += [_line(line, columns, widths) for line in cells]
+        shown = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
+        lines += ["", *columns([_COLUMNS[i] for i in shown], [[line[i] for i in shown] for line in cells])]
     for title, items in _sections(rows, unquantized):
         lines += ["", title, *(f"  {item}" for item in items)]
     return "\n".join(lines)
+
+
+def columns(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a text table; the columns of numbers are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    rule = "  ".join("-" * width for width in widths)
+    return [_line(headers, headers, widths), rule, *(_line(line, headers, widths) for line in cells)]
 
 
 def as_html(headline: str, rows: Sequence["Row"], unquantized: Sequence[tuple[str, str, int]]) -> str:
@@ -117,9 +121,9 @@ def _times(count: int) -> str:
     return f" ({count} layers)" if count > 1 else ""
 
 
-def _line(cells: Sequence[str], columns: Sequence[str], widths: Sequence[int]) -> str:
+def _line(cells: Sequence[str], headers: Sequence[str], widths: Sequence[int]) -> str:
     aligned = (
-        cell.rjust(width) if column in _NUMERIC else cell.ljust(width)
-        for cell, column, width in zip(cells, columns, widths, strict=True)
+        cell.rjust(width) if header in _NUMERIC else cell.ljust(width)
+        for cell, header, width in zip(cells, headers, widths, strict=True)
     )
     return "  ".join(aligned).rstrip()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchq.errors import ConfigError
-from torchq.keys import QUANT_KEYS, QuantKey, key_names
-from torchq.spec import DEFAULT_ACTIVATION, KINDS, SHORTHANDS, UNSET, QuantSpec, meaning, meanings, parse_value
+from torchq.keys import DEFAULT_ACTIVATION, QUANT_KEYS, QuantKey, key_names
+from torchq.spec import KINDS, SHORTHANDS, UNSET, QuantSpec, meaning, meanings, parse_value
 
 weights = st.sampled_from([None, *key_names("weight")])
 activations = st.sampled_from([UNSET, None, *key_names("activation")])
