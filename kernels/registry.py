@@ -49,6 +49,7 @@ class Backend(Protocol):
 
 # Fastest first; the twin, which can do everything, last. Each module has a class `Kernels`, loaded when first tried.
 BACKENDS = {
+    "cpu": "torchq.kernels.cpu_backend",
     "torchao": "torchq.kernels.torchao_backend",
     "torch": "torchq.kernels.torch_backend",
 }

@@ -1,0 +1,195 @@
+// Vectors of W floats or 32-bit ints on the compiler's vector extension: one source for AVX-512, AVX2 and every other CPU
+// (W = 4: SSE2, NEON or plain scalar code). Intrinsics appear only where the extension has no word for an instruction.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace torchq {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint64_t vq __attribute__((vector_size(W * 4)));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef uint8_t vb __attribute__((vector_size(W)));
+typedef int8_t vsb __attribute__((vector_size(W)));
+typedef uint8_t vb_half __attribute__((vector_size(W / 2)));
+
+template <class V>
+inline V load(const void* p) {
+  V v;
+  memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+template <class V>
+inline void store(void* p, V v) {
+  memcpy(p, &v, sizeof(V));
+}
+
+inline vf splat(float a) { return a - vf{}; }
+inline vi splat(int32_t a) { return a - vi{}; }
+
+template <class To, class From>
+inline To bit_cast(From a) {
+  static_assert(sizeof(To) == sizeof(From));
+  To b;
+  memcpy(&b, &a, sizeof(To));
+  return b;
+}
+
+inline int32_t max_lane(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t m = v[0];
+  for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
+  return m;
+#endif
+}
+
+inline float sum_lanes(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(v);
+#else
+  float s = 0;
+  for (int i = 0; i < W; i++) s += v[i];
+  return s;
+#endif
+}
+
+inline int32_t sum_lanes(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t s = 0;
+  for (int i = 0; i < W; i++) s += v[i];
+  return s;
+#endif
+}
+
+// a * b + c; the compiler may not contract on its own (quantization must round twice where the twin does).
+inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// ---- dtypes of values: f32, bf16, f16 ----
+
+enum Dtype : int64_t { F32 = 0, BF16 = 1, F16 = 2 };
+
+inline int size_of(Dtype d) { return d == F32 ? 4 : 2; }
+
+inline vf from_bf16(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+inline vf from_f16(vh h) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps((__m256i)h);
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps((__m128i)h);
+#else
+  // Shift the fields into place, then rebias by a multiplication, which also normalizes subnormals.
+  vu u = __builtin_convertvector(h, vu);
+  vf scaled = (vf)((u & 0x7fff) << 13) * 0x1p112f;
+  vu bits = (vu)scaled | ((u & 0x7c00) == 0x7c00 ? (vu)splat(0x7f800000) : vu{});
+  return (vf)(bits | (u & 0x8000) << 16);
+#endif
+}
+
+inline vh to_bf16(vf v) {
+  vu u = (vu)v;
+  vu r = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+  return __builtin_convertvector(v == v ? r : (vu)splat(0x7fc0), vh);
+}
+
+inline uint16_t to_f16(float value) {
+  // Round to nearest even by adding a magic number whose last bit is the result's, as torch's portable code does.
+  uint32_t w = bit_cast<uint32_t>(value), sign = w >> 16 & 0x8000, twice = w + w;
+  float base = __builtin_fabsf(value) * 0x1p112f * 0x1p-110f;
+  uint32_t bias = twice & 0xff000000u;
+  bias = bias < 0x71000000u ? 0x71000000u : bias;
+  uint32_t bits = bit_cast<uint32_t>(bit_cast<float>((bias >> 1) + 0x07800000u) + base);
+  uint32_t magnitude = (bits >> 13 & 0x7c00) + (bits & 0x0fff);
+  return sign | (twice > 0xff000000u ? 0x7e00 : magnitude);
+}
+
+inline vh to_f16(vf v) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+  return (vh)_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  vh h;
+  for (int i = 0; i < W; i++) h[i] = to_f16(v[i]);
+  return h;
+#endif
+}
+
+template <Dtype D>
+inline vf load_as(const char* p) {
+  if constexpr (D == F32) return load<vf>(p);
+  if constexpr (D == BF16) return from_bf16(load<vh>(p));
+  if constexpr (D == F16) return from_f16(load<vh>(p));
+}
+
+template <Dtype D>
+inline void store_as(char* p, vf v) {
+  if constexpr (D == F32) store(p, v);
+  if constexpr (D == BF16) store(p, to_bf16(v));
+  if constexpr (D == F16) store(p, to_f16(v));
+}
+
+// Calls f with the dtype as a compile-time constant.
+template <class F>
+inline auto with_dtype(Dtype d, F f) {
+  if (d == BF16) return f.template operator()<BF16>();
+  if (d == F16) return f.template operator()<F16>();
+  return f.template operator()<F32>();
+}
+
+// n values to f32, then zeros up to `padded` (a multiple of W).
+template <Dtype D>
+inline void widen(const char* x, int64_t n, float* out, int64_t padded) {
+  constexpr int size = D == F32 ? 4 : 2;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, load_as<D>(x + i * size));
+  if (i < n) {
+    char tail[W * size] = {};
+    memcpy(tail, x + i * size, (n - i) * size);
+    store(out + i, load_as<D>(tail));
+    i += W;
+  }
+  for (; i < padded; i += W) store(out + i, vf{});
+}
+
+// n f32 values (readable up to a multiple of W) rounded once to the dtype.
+template <Dtype D>
+inline void narrow(const float* x, int64_t n, char* out) {
+  constexpr int size = D == F32 ? 4 : 2;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store_as<D>(out + i * size, load<vf>(x + i));
+  if (i < n) {
+    char tail[W * size];
+    store_as<D>(tail, load<vf>(x + i));
+    memcpy(out + i * size, tail, (n - i) * size);
+  }
+}
+
+}  // namespace torchq
