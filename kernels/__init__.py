@@ -24,6 +24,7 @@ __all__ = [
     "Support",
     "announce",
     "decibels",
+    "grouped_linear",
     "linear",
     "load",
     "quantize",
@@ -109,9 +110,35 @@ def linear(
             f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(qweight.shape)}; "
             "the last dimension of x is the weight's last dimension"
         )
-    if activation is not None:
-        activation = QuantKey.from_name(activation, "activation") if isinstance(activation, str) else activation
-    return ops.linear(x, qweight, bias, activation, backend)
+    return ops.linear(x, qweight, bias, _as_activation(activation), backend)
+
+
+def grouped_linear(
+    x: Tensor,
+    offsets: Tensor,
+    qweight: QuantizedTensor,
+    bias: Tensor | None = None,
+    activation: QuantKey | str | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Return each expert's ``linear`` of its own rows: x (T, K) sorted by expert, qweight (E, N, K), bias (E, N).
+
+    ``offsets`` (E + 1,) int64: expert e has the rows offsets[e]:offsets[e + 1]; rows of no expert give zeros. The
+    result is (T, N) in the dtype of x. With ``activation``, x is quantized to that key once. Gradients flow as in
+    ``linear``. Raises ``ConfigError`` for shapes that do not fit, ``UnsupportedError`` when no backend can run.
+    """
+    if len(qweight.shape) != 3 or x.dim() != 2 or x.shape[1] != qweight.shape[2]:
+        raise ConfigError(
+            f"x of shape {tuple(x.shape)} does not fit experts of shape {tuple(qweight.shape)}; give x as (T, K) and "
+            "the experts as (E, N, K)"
+        )
+    if offsets.shape != (qweight.shape[0] + 1,):
+        raise ConfigError(f"offsets of shape {tuple(offsets.shape)} do not fit {qweight.shape[0]} experts; give E + 1")
+    return ops.grouped_linear(x, offsets, qweight, bias, _as_activation(activation), backend)
+
+
+def _as_activation(key: QuantKey | str | None) -> QuantKey | None:
+    return QuantKey.from_name(key, "activation") if isinstance(key, str) else key
 
 
 def _as_key(key: QuantKey | str) -> QuantKey:

@@ -1,6 +1,10 @@
-"""torchq::linear as a torch.library op: opaque to torch.compile, with gradients for the input and the bias."""
+"""torchq::linear and torchq::grouped_linear as torch.library ops.
+
+Opaque to torch.compile, with gradients for the input and the bias, straight through the activation's rounding.
+"""
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -18,14 +22,37 @@ def linear(
     backend: str,
 ) -> Tensor:
     """Run the linear, as an op only where one is needed: a direct call saves the dispatcher's time."""
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if needs_grad or torch.compiler.is_compiling():
+    if _needs_op(x, bias):
         name = None if activation is None else str(activation)
         columns = weight.shape[-1]
         return torch.ops.torchq.linear(
             x, weight.data, weight.scale, weight.global_scale, bias, str(weight.key), name, columns, backend
         )
     return select("linear", weight.key, activation, x.device.type, backend).linear(x, weight, bias, activation)
+
+
+def grouped_linear(
+    x: Tensor,
+    offsets: Tensor,
+    weight: QuantizedTensor,
+    bias: Tensor | None,
+    activation: QuantKey | None,
+    backend: str,
+) -> Tensor:
+    """Run the grouped linear, as an op only where one is needed, as in ``linear``."""
+    if _needs_op(x, bias):
+        name = None if activation is None else str(activation)
+        columns = weight.shape[-1]
+        return torch.ops.torchq.grouped_linear(
+            x, offsets, weight.data, weight.scale, weight.global_scale, bias, str(weight.key), name, columns, backend
+        )
+    kernels = select("moe", weight.key, activation, x.device.type, backend)
+    return kernels.grouped_linear(x, offsets, weight, bias, activation)
+
+
+def _needs_op(x: Tensor, bias: Tensor | None) -> bool:
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    return needs_grad or torch.compiler.is_compiling()
 
 
 @torch.library.custom_op("torchq::linear", mutates_args=())
@@ -57,7 +84,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    # Straight through the activation's rounding: d(x Q(W)^T)/dx = Q(W).
+    # d(x Q(W)^T)/dx = Q(W)
     data, scale, global_scale = ctx.saved_tensors
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
@@ -82,6 +109,78 @@ def _linear_grad(
 @_linear_grad.register_fake
 def _(grad, data, scale, global_scale, weight, columns):
     return grad.new_empty(*grad.shape[:-1], columns)
+
+
+@torch.library.custom_op("torchq::grouped_linear", mutates_args=())
+def _grouped_linear(
+    x: Tensor,
+    offsets: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    weight: str,
+    activation: str | None,
+    columns: int,
+    backend: str,
+) -> Tensor:
+    q = _wrap(data, scale, global_scale, weight, columns)
+    key = None if activation is None else _key(activation, "activation")
+    return select("moe", q.key, key, x.device.type, backend).grouped_linear(x, offsets, q, bias, key)
+
+
+@_grouped_linear.register_fake
+def _(x, offsets, data, scale, global_scale, bias, weight, activation, columns, backend):
+    return x.new_empty(x.shape[0], data.shape[1])
+
+
+def _grouped_setup_context(ctx, inputs, output):
+    _x, offsets, data, scale, global_scale, bias, ctx.weight, _activation, ctx.columns, _backend = inputs
+    ctx.save_for_backward(offsets, data, scale, global_scale)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _grouped_backward(ctx, grad):
+    offsets, data, scale, global_scale = ctx.saved_tensors
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_x = torch.ops.torchq.grouped_linear_grad(
+            grad, offsets, data, scale, global_scale, ctx.weight, ctx.columns
+        )
+    if ctx.needs_input_grad[5]:
+        experts = data.shape[0]
+        rows = torch.arange(grad.shape[0], device=grad.device)
+        owner = torch.searchsorted(offsets, rows, right=True) - 1  # [T], -1 or E for the rows of no expert
+        owner = torch.where(owner < 0, experts, owner)
+        sums = torch.zeros(experts + 1, grad.shape[1], device=grad.device).index_add(0, owner, grad.float())
+        grad_bias = sums[:experts].to(ctx.bias_dtype)
+    return grad_x, None, None, None, None, grad_bias, None, None, None, None
+
+
+_grouped_linear.register_autograd(_grouped_backward, setup_context=_grouped_setup_context)
+
+
+@torch.library.custom_op("torchq::grouped_linear_grad", mutates_args=())
+def _grouped_linear_grad(
+    grad: Tensor,
+    offsets: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    weight: str,
+    columns: int,
+) -> Tensor:
+    q = _wrap(data, scale, global_scale, weight, columns)
+    out = grad.new_zeros(grad.shape[0], columns)  # [T, K]
+    for expert, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+        if stop > start:
+            out[start:stop] = grad[start:stop].float() @ q[expert].dequantize(torch.float32)
+    return out
+
+
+@_grouped_linear_grad.register_fake
+def _(grad, offsets, data, scale, global_scale, weight, columns):
+    return grad.new_empty(grad.shape[0], columns)
 
 
 def _wrap(data: Tensor, scale: Tensor, global_scale: Tensor | None, weight: str, columns: int) -> QuantizedTensor:
