@@ -190,7 +190,8 @@ class Planner:
         targets = self.config.targets or {}
         literal = next((name for name in names if name in targets), None)
         why = left_alone(module)
-        if literal is not None:
+        if literal is not None and not any(slot in _WRAPPERS for slot in module._modules):
+            self.unused_targets.pop(literal, None)
             inside = f"; to mean the layers inside, type {literal + '.*'!r}" if module._modules else ""
             self.problems.append(
                 UnsupportedError(
@@ -265,13 +266,13 @@ class Planner:
         return sum(before.values()), sum(after.values()) + sum(job.row.bytes_after for job in self.jobs)
 
     def _large_parameters(self, replaced: set[int]) -> list[tuple[str, str, int]]:
-        return [
-            (f"{node.name}.{name}" if node.name else name, type(node.module).__name__, tensor.nbytes)
-            for node in self.nodes
-            if id(node.module) not in replaced
-            for name, tensor in node.module._parameters.items()
-            if tensor is not None and tensor.nbytes >= LARGE
-        ]
+        found: dict[int, tuple[str, str, int]] = {}
+        for node in self.nodes:
+            for name, tensor in node.module._parameters.items() if id(node.module) not in replaced else ():
+                if tensor is not None and tensor.nbytes >= LARGE:
+                    fqn = f"{node.name}.{name}" if node.name else name
+                    found.setdefault(id(tensor), (fqn, type(node.module).__name__, tensor.nbytes))
+        return list(found.values())
 
     @staticmethod
     def _kind_of(module: nn.Module):

@@ -107,18 +107,31 @@ def _decibels(values: Sequence[float | None]) -> str:
 
 
 def _sections(rows: Sequence["Row"], unquantized: Sequence[tuple[str, str, int]]):
-    left = Counter((layer_type(row.name), row.skipped) for row in rows if row.skipped is not None)
+    left: dict[tuple, list[str]] = defaultdict(list)
+    for row in rows:
+        if row.skipped is not None:
+            left[layer_type(row.name), row.skipped].append(row.name)
+    large: dict[tuple, list[tuple[str, int]]] = defaultdict(list)
+    for name, cls, count in unquantized:
+        large[layer_type(name), cls].append((name, count))
     notes = Counter(note for row in rows for note in row.notes)
     sections = (
-        ("left alone:", [f"{name}{_times(count)}: {why}" for (name, why), count in left.items()]),
-        ("large and not quantized:", [f"{name} ({cls}): {size(count)}" for name, cls, count in unquantized]),
-        ("notes:", [f"{note}{_times(count)}" for note, count in notes.items()]),
+        ("left alone:", [f"{_named(kind, names)}: {why}" for (kind, why), names in left.items()]),
+        (
+            "large and not quantized:",
+            [
+                f"{_named(kind, [name for name, _ in found])} ({cls}): {size(sum(count for _, count in found))}"
+                for (kind, cls), found in large.items()
+            ],
+        ),
+        ("notes:", [note if count == 1 else f"{note} ({count} layers)" for note, count in notes.items()]),
     )
     return [(title, items) for title, items in sections if items]
 
 
-def _times(count: int) -> str:
-    return f" ({count} layers)" if count > 1 else ""
+def _named(kind: str, names: Sequence[str]) -> str:
+    """One layer by its full name, several by their type."""
+    return names[0] if len(names) == 1 else f"{kind} ({len(names)} layers)"
 
 
 def _line(cells: Sequence[str], headers: Sequence[str], widths: Sequence[int]) -> str:

@@ -53,7 +53,7 @@ def left_alone(module: nn.Module) -> str | None:
     cls = type(module)
     if hasattr(module, "parametrizations"):
         return "its weight is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
-    if isinstance(module, nn.Linear) or "Linear" in cls.__name__:
+    if isinstance(module, nn.Linear) or cls.__name__.endswith("Linear") or cls.__name__.startswith("Linear"):
         return (
             f"{cls.__name__} is not nn.Linear itself; torchq.nn.register_linear({cls.__name__}) if it computes the same"
         )

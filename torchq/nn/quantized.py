@@ -1,13 +1,14 @@
-"""QuantizedWeight: what the quantized modules share, codes and scales in buffers that casts and loads leave as they are."""
+"""QuantizedWeight: what the quantized modules share, codes and scales in buffers that no cast changes."""
 
 import torch
 from torch import Tensor, nn
 
 from torchq.kernels import QuantizedTensor
-from torchq.keys import QuantKey
+from torchq.keys import QuantKey, stored_shapes
 from torchq.transforms.hadamard import hadamard
 
-_QUANTIZED = ("codes", "scale", "global_scale")
+# The buffer that holds each part of a QuantizedTensor.
+STORED = {"data": "codes", "scale": "scale", "global_scale": "global_scale"}
 
 
 class QuantizedWeight(nn.Module):
@@ -74,14 +75,24 @@ class QuantizedWeight(nn.Module):
         return x if self.hadamard_size is None else hadamard(x, self.hadamard_size)
 
     def _apply(self, fn, recurse=True):
-        kept = {name: self._buffers[name] for name in _QUANTIZED if self._buffers[name] is not None}
+        kept = {name: self._buffers[name] for name in STORED.values() if self._buffers[name] is not None}
         self._buffers.update(dict.fromkeys(kept))
         super()._apply(fn, recurse)
         self._buffers.update({name: _apply_keeping_dtype(fn, tensor) for name, tensor in kept.items()})
         return self
 
+    def __getstate__(self) -> dict:
+        # A float8 tensor pickled by itself can't be read back (torch 2.13); its bytes can.
+        buffers = {name: _as_bytes(tensor) for name, tensor in self._buffers.items()}
+        return {**self.__dict__, "_buffers": buffers}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        for name, (_, dtype) in stored_shapes(tuple(self.shape), self.weight_key).items():
+            self._buffers[STORED[name]] = self._buffers[STORED[name]].view(dtype)
+
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        for name in _QUANTIZED:
+        for name in STORED.values():
             given, own = state_dict.get(prefix + name), self._buffers[name]
             if given is not None and own is not None and given.dtype != own.dtype:
                 errors.append(
@@ -94,3 +105,7 @@ class QuantizedWeight(nn.Module):
 def _apply_keeping_dtype(fn, tensor: Tensor) -> Tensor:
     applied = fn(tensor)
     return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
+
+
+def _as_bytes(tensor: Tensor | None) -> Tensor | None:
+    return tensor.view(torch.uint8) if tensor is not None and tensor.dtype == torch.float8_e4m3fn else tensor
