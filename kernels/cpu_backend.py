@@ -30,10 +30,8 @@ class Kernels:
             return "runs on CPU only"
         for key in filter(None, (weight, activation)):
             rows, columns = key.group
-            if columns == WHOLE and rows not in (1, WHOLE) or columns != WHOLE and (rows == WHOLE or columns % 16):
+            if rows not in (1, WHOLE) if columns == WHOLE else rows == WHOLE or columns % 16:
                 return f"has no kernel for groups of {key}"
-        if op in ("linear", "moe"):
-            return "not yet"
         return _why_not()
 
     def quantize(self, x, key, rounding, global_scale, error):
@@ -59,6 +57,38 @@ class Kernels:
         parts = (None if t is None else t.contiguous() for t in parts)
         cpu.load().dequantize(*parts, out, *_matrices(q.shape, q.key), _packed(q.key))
         return out
+
+    def linear(self, x, weight, bias, activation):
+        if not _fits(x, weight, bias):
+            return twin.linear(x, weight, bias, activation)
+        rows, columns = weight.shape
+        out = x.new_empty(*x.shape[:-1], rows)
+        cpu.load().linear(*_operands(x, weight, bias), out, rows, columns, *_packed_pair(weight.key, activation))
+        return out
+
+    def grouped_linear(self, x, offsets, weight, bias, activation):
+        if not _fits(x, weight, bias):
+            return twin.grouped_linear(x, offsets, weight, bias, activation)
+        rows, columns = weight.shape[1:]
+        out = x.new_zeros(x.shape[0], rows)  # rows of no expert stay zero
+        x, *parts = _operands(x, weight, bias)
+        pair = _packed_pair(weight.key, activation)
+        cpu.load().grouped_linear(x, offsets.contiguous(), *parts, out, rows, columns, *pair)
+        return out
+
+
+def _fits(x, weight, bias) -> bool:
+    return x.dtype in _DTYPES and x.numel() and weight.data.numel() and (bias is None or bias.dtype in _DTYPES)
+
+
+def _operands(x, weight, bias):
+    tensors = (x, weight.data, weight.scale, weight.global_scale, bias)
+    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
+
+
+@functools.cache
+def _packed_pair(weight: QuantKey, activation: QuantKey | None) -> tuple[int, int]:
+    return _packed(weight), -1 if activation is None else _packed(activation)
 
 
 @functools.cache

@@ -57,7 +57,12 @@ def load(level: str | None = None):
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}") from error
     operators = getattr(torch.ops, name)
-    for op in ("quantize", "dequantize"):  # they write into their arguments: a fake has nothing to return
+    for op in (
+        "quantize",
+        "dequantize",
+        "linear",
+        "grouped_linear",
+    ):  # they write into their arguments: a fake has nothing to return
         torch.library.register_fake(f"{name}::{op}", lambda *args: None)
     return operators
 
@@ -80,7 +85,7 @@ def best_level() -> str:
 
 def _built(flags: list[str], name: str) -> Path:
     compiler = _compiler()
-    sources = sorted(_SOURCES.glob("*.h")) + [_SOURCES / "ops.cpp"]
+    sources = [*sorted(_SOURCES.glob("*.h")), _SOURCES / "ops.cpp"]
     identity = [torch.__version__, *compiler, *flags, *(s.name + s.read_text() for s in sources)]
     key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
     folder = Path(os.environ.get("TORCHQ_CACHE") or Path.home() / ".cache" / "torchq")

@@ -12,6 +12,9 @@ struct Quantized {
   const char *data, *scale;
   const float* global;
   int64_t rows, columns;  // of one matrix
+  // Without it, what all of a row shares (a whole row's f32 scale, a global scale) is left out of the decoded values,
+  // for the product's sums to be multiplied by.
+  bool with_outer = true;
 
   int64_t row_bytes() const { return format.row_bytes(columns); }
   const char* row_data(int64_t row) const { return data + row * row_bytes(); }
@@ -22,6 +25,9 @@ struct Quantized {
   }
   float row_global(int64_t matrix, int64_t row) const {
     return format.global == NO_GLOBAL ? 1.f : global[format.global == PER_TOKEN ? matrix * rows + row : matrix];
+  }
+  float outer(int64_t matrix, int64_t row) const {
+    return format.group_columns ? row_global(matrix, row) : multiplier(format, row_scale(matrix, row), 0, 1.f);
   }
 };
 
@@ -38,9 +44,9 @@ inline void decode_columns(const Quantized& q, int64_t matrix, int64_t row, int6
   constexpr int per_byte = packs_two(E) ? 2 : 1;
   const int64_t row_bytes = q.row_bytes(), width = q.format.group_columns ? q.format.group_columns : n;
   const char *codes = q.row_data(matrix * q.rows + row), *scale = q.row_scale(matrix, row);
-  const float global = q.row_global(matrix, row);
+  const float outer = q.with_outer ? q.outer(matrix, row) : 1.f;
   for (int64_t i = 0; i < n; i += width) {
-    float m = multiplier(q.format, scale, q.format.group_columns ? (c + i) / width : 0, global);
+    float m = q.format.group_columns ? multiplier(q.format, scale, (c + i) / width, outer) : outer;
     int64_t from = (c + i) / per_byte, stored = row_bytes - from;
     int64_t whole = stored * per_byte >= width ? width / W * W : stored / W * W;
     decode_run<E>(codes + from, whole, m, out + i);

@@ -8,8 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "dequantize.h"
-#include "quantize.h"
+#include "linear.h"
 
 namespace torchq {
 namespace {
@@ -29,22 +28,18 @@ float* floats(const std::optional<Tensor>& t) { return t ? static_cast<float*>(t
 // How many items of `work` values make a thread worth waking.
 int64_t grain(int64_t work) { return work >= 32768 ? 1 : 32768 / (work ? work : 1); }
 
-void quantize(Tensor x, Tensor data, Tensor scale, std::optional<Tensor> global, std::optional<Tensor> error,
-              int64_t batch, int64_t rows, int64_t columns, int64_t format, int64_t rounding, bool own_global) {
-  Matrices in{bytes(x), dtype_of(x), batch, rows, columns};
-  Target out{Format::unpack(format), Rounding(rounding), bytes(data), bytes(scale), floats(global), own_global};
+void quantize_all(const Matrices& in, Target out, double* error) {
   const Format& f = out.format;
-
   std::vector<float> multipliers;
-  const bool whole = f.group_rows == 0, shared_global = f.global == PER_TENSOR && own_global;
+  const bool whole = f.group_rows == 0, shared_global = f.global == PER_TENSOR && out.own_global;
   if (whole || shared_global) {
-    std::vector<int32_t> amax(batch * rows);
-    torch::stable::parallel_for(0, batch * rows, grain(columns), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; r++) amax[r] = amax_bits(in.row(r), in.dtype, columns, shared_global);
+    std::vector<int32_t> amax(in.batch * in.rows);
+    torch::stable::parallel_for(0, in.batch * in.rows, grain(in.columns), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++) amax[r] = amax_bits(in.row(r), in.dtype, in.columns, shared_global);
     });
-    for (int64_t b = 0; b < batch; b++) {
+    for (int64_t b = 0; b < in.batch; b++) {
       int32_t best = 0;
-      for (int64_t r = b * rows; r < (b + 1) * rows; r++) best = amax[r] > best ? amax[r] : best;
+      for (int64_t r = b * in.rows; r < (b + 1) * in.rows; r++) best = amax[r] > best ? amax[r] : best;
       if (shared_global) out.global[b] = global_from_amax(best);
       if (whole) multipliers.push_back(put_scale(best, f, out.rounding, 0, out.scale + b * f.scale_size()));
     }
@@ -52,20 +47,26 @@ void quantize(Tensor x, Tensor data, Tensor scale, std::optional<Tensor> global,
   }
 
   const int64_t block_rows = f.group_rows ? f.group_rows : 1;
+  const int64_t blocks = in.batch * ((in.rows + block_rows - 1) / block_rows);
   std::mutex adding;
-  torch::stable::parallel_for(
-      0, batch * ((rows + block_rows - 1) / block_rows), grain(block_rows * columns), [&](int64_t begin, int64_t end) {
-        double sums[2] = {0, 0};
-        Target part = out;
-        part.error = error ? sums : nullptr;
-        quantize_blocks(in, part, begin, end);
-        if (error) {
-          std::lock_guard<std::mutex> lock(adding);
-          double* total = static_cast<double*>(error->data_ptr());
-          total[0] += sums[0];
-          total[1] += sums[1];
-        }
-      });
+  torch::stable::parallel_for(0, blocks, grain(block_rows * in.columns), [&](int64_t begin, int64_t end) {
+    double sums[2] = {0, 0};
+    Target part = out;
+    part.error = error ? sums : nullptr;
+    quantize_blocks(in, part, begin, end);
+    if (error) {
+      std::lock_guard<std::mutex> lock(adding);
+      error[0] += sums[0];
+      error[1] += sums[1];
+    }
+  });
+}
+
+void quantize(Tensor x, Tensor data, Tensor scale, std::optional<Tensor> global, std::optional<Tensor> error,
+              int64_t batch, int64_t rows, int64_t columns, int64_t format, int64_t rounding, bool own_global) {
+  Target out{Format::unpack(format), Rounding(rounding), bytes(data), bytes(scale), floats(global), own_global};
+  quantize_all({bytes(x), dtype_of(x), batch, rows, columns}, out,
+               error ? static_cast<double*>(error->data_ptr()) : nullptr);
 }
 
 void dequantize(Tensor data, Tensor scale, std::optional<Tensor> global, Tensor out, int64_t batch, int64_t rows,
@@ -79,6 +80,75 @@ void dequantize(Tensor data, Tensor scale, std::optional<Tensor> global, Tensor 
   });
 }
 
+// x for the dot products, quantized first where the layer has an activation format.
+Prepared prepare(const Matrices& x, const Format& weight, const Format* activation) {
+  Prepared p{kind_of(weight, activation, x.dtype), x.x, x.rows, x.columns};
+  p.pitch = padded_pitch(x.columns, p.kind);
+  Dtype native = p.kind == Prepared::AS_BF16 ? BF16 : F32;
+  if (!activation && x.dtype == native && p.pitch == x.columns) return p;
+  p.own.resize(x.rows * p.pitch * p.size() + 64);
+  p.x = p.own.data();
+  auto each_row = [&](auto f) {
+    torch::stable::parallel_for(0, x.rows, grain(x.columns), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) f(i);
+    });
+  };
+  if (!activation) {
+    each_row([&](int64_t i) { prepare_row(x, p, i); });
+    return p;
+  }
+  const Format& f = *activation;
+  std::vector<char> data(x.rows * f.row_bytes(x.columns));
+  std::vector<char> scale(f.scale_rows(x.rows) * f.scale_columns(x.columns) * f.scale_size());
+  std::vector<float> global(f.global == PER_TOKEN ? x.rows : 1, 1.f);
+  Rounding rounding = f.element == E2M1 ? EVEN : CEIL;
+  quantize_all(x, {f, rounding, data.data(), scale.data(), global.data(), true}, nullptr);
+  Quantized q{f, data.data(), scale.data(), global.data(), x.rows, x.columns};
+  if (p.kind != Prepared::AS_F32) p.row_factor.resize(x.rows);
+  if (p.kind == Prepared::AS_I8) p.row_sum.resize(x.rows);
+  each_row([&](int64_t i) { prepare_row(q, p, i); });
+  return p;
+}
+
+// x [T, K]; expert e has rows bounds[e] .. bounds[e + 1]; w (E, N, K), bias (E, N); out [T, N].
+void run_linear(const Tensor& x, const std::vector<int64_t>& bounds, const Tensor& data, const Tensor& scale,
+                const std::optional<Tensor>& global, const std::optional<Tensor>& bias, const Tensor& out, int64_t rows,
+                int64_t columns, int64_t format, int64_t activation) {
+  Matrices in{bytes(x), dtype_of(x), 1, x.numel() / columns, columns};
+  const Format weight = Format::unpack(format), active = Format::unpack(activation);
+  const Prepared prepared = prepare(in, weight, activation < 0 ? nullptr : &active);
+  const Linear l{{weight, bytes(data), bytes(scale), floats(global), rows, columns, prepared.kind == Prepared::AS_F32},
+                 prepared,
+                 bias ? bytes(*bias) : nullptr,
+                 bias ? dtype_of(*bias) : F32,
+                 bytes(out),
+                 dtype_of(out)};
+  std::vector<int64_t> active_experts;
+  for (size_t e = 0; e + 1 < bounds.size(); e++)
+    if (bounds[e + 1] > bounds[e]) active_experts.push_back(e);
+  const int64_t panels = l.panels();
+  int64_t work = in.rows * Linear::panel * columns / (active_experts.empty() ? 1 : active_experts.size());
+  torch::stable::parallel_for(0, active_experts.size() * panels, grain(work / 4), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      int64_t e = active_experts[i / panels];
+      linear_panel(l, e, i % panels, bounds[e], bounds[e + 1] - bounds[e]);
+    }
+  });
+}
+
+void linear(Tensor x, Tensor data, Tensor scale, std::optional<Tensor> global, std::optional<Tensor> bias, Tensor out,
+            int64_t rows, int64_t columns, int64_t format, int64_t activation) {
+  run_linear(x, {0, x.numel() / columns}, data, scale, global, bias, out, rows, columns, format, activation);
+}
+
+void grouped_linear(Tensor x, Tensor offsets, Tensor data, Tensor scale, std::optional<Tensor> global,
+                    std::optional<Tensor> bias, Tensor out, int64_t rows, int64_t columns, int64_t format,
+                    int64_t activation) {
+  const int64_t* first = static_cast<const int64_t*>(offsets.data_ptr());
+  std::vector<int64_t> bounds(first, first + offsets.numel());
+  run_linear(x, bounds, data, scale, global, bias, out, rows, columns, format, activation);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(TORCHQ_LIBRARY, m) {
@@ -88,11 +158,19 @@ STABLE_TORCH_LIBRARY(TORCHQ_LIBRARY, m) {
   m.def(
       "dequantize(Tensor data, Tensor scale, Tensor? global_scale, Tensor(a!) out, int batch, int rows, int columns, "
       "int format) -> ()");
+  m.def(
+      "linear(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? bias, Tensor(a!) out, int rows, "
+      "int columns, int format, int activation) -> ()");
+  m.def(
+      "grouped_linear(Tensor x, Tensor offsets, Tensor data, Tensor scale, Tensor? global_scale, Tensor? bias, "
+      "Tensor(a!) out, int rows, int columns, int format, int activation) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(TORCHQ_LIBRARY, CPU, m) {
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("grouped_linear", TORCH_BOX(&grouped_linear));
 }
 
 }  // namespace torchq

@@ -1,0 +1,234 @@
+// The linear layer: prepares x once, then computes panels of output columns for every expert.
+#pragma once
+#include <vector>
+
+#include "bf16.h"
+#include "quantize.h"
+
+namespace torchq {
+
+// x as one of the dot products takes it: rows of `pitch` elements, zeros after the last column.
+struct Prepared {
+  enum Kind { AS_F32, AS_BF16, AS_I8 } kind;
+  const char* x;
+  int64_t rows, pitch;
+  std::vector<char> own;            // x, where it is not the caller's memory
+  std::vector<float> row_factor;    // empty: all ones
+  std::vector<int32_t> row_sum;     // AS_I8: sums of the codes
+
+  int size() const { return kind == AS_F32 ? 4 : kind == AS_BF16 ? 2 : 1; }
+  const char* row(int64_t i) const { return x + i * pitch * size(); }
+};
+
+inline bool whole_row_int8(const Format& f) { return f.element == INT8 && f.group_columns == 0; }
+
+// Which arithmetic computes the pair: integers where both sides are int8; bf16 where its values are exact and this CPU
+// multiplies them; else f32.
+inline Prepared::Kind kind_of(const Format& weight, const Format* activation, Dtype dtype) {
+  if (activation && whole_row_int8(weight) && whole_row_int8(*activation)) return Prepared::AS_I8;
+#if TORCHQ_BF16_DOT
+  bool exact = activation ? activation->group_columns == 0 || activation->scale != SCALE_F32 : dtype == BF16;
+  if (exact && has_bf16_kernel(weight)) return Prepared::AS_BF16;
+#endif
+  return Prepared::AS_F32;
+}
+
+inline int64_t padded_pitch(int64_t columns, Prepared::Kind kind) {
+  int64_t unit = kind == Prepared::AS_F32 ? W : 64;
+  return (columns + unit - 1) / unit * unit;
+}
+
+// Row i of x, not quantized.
+inline void prepare_row(const Matrices& x, Prepared& p, int64_t i) {
+  char* out = p.own.data() + i * p.pitch * p.size();
+  if (p.kind == Prepared::AS_BF16) {
+    memcpy(out, x.row(i), x.columns * 2);
+    memset(out + x.columns * 2, 0, (p.pitch - x.columns) * 2);
+  } else {
+    with_dtype(x.dtype, [&]<Dtype D>() { widen<D>(x.row(i), x.columns, (float*)out, p.pitch); });
+  }
+}
+
+// Row i of the quantized x.
+inline void prepare_row(const Quantized& q, Prepared& p, int64_t i) {
+  char* out = p.own.data() + i * p.pitch * p.size();
+  if (p.kind != Prepared::AS_F32) p.row_factor[i] = q.outer(0, i);
+  if (p.kind == Prepared::AS_I8) {
+    memcpy(out, q.row_data(i), q.columns);
+    memset(out + q.columns, 0, p.pitch - q.columns);
+    int32_t sum = 0;
+    for (int64_t k = 0; k < q.columns; k++) sum += int8_t(out[k]);
+    p.row_sum[i] = sum;
+    return;
+  }
+  std::vector<float> values(q.format.padded(q.columns) + q.format.group_columns + W);
+  Quantized inner = q;
+  inner.with_outer = p.kind == Prepared::AS_F32;
+  with_element(q.format.element, [&]<Element E>() { decode_columns<E>(inner, 0, i, 0, q.columns, values.data()); });
+  int64_t size = p.size();
+  if (p.kind == Prepared::AS_F32)
+    memcpy(out, values.data(), q.columns * 4);
+  else
+    narrow<BF16>(values.data(), q.columns, out);
+  memset(out + q.columns * size, 0, (p.pitch - q.columns) * size);
+}
+
+struct Linear {
+  Quantized w;
+  const Prepared& x;
+  const char* bias;  // per matrix and row of w, or nullptr
+  Dtype bias_dtype;
+  char* out;  // [rows of x, rows of w]
+  Dtype out_dtype;
+
+  static constexpr int64_t panel = 16;  // rows of w
+  int64_t panels() const { return (w.rows + panel - 1) / panel; }
+};
+
+// Memory of one thread, kept between calls.
+template <class T>
+inline T* scratch(int64_t n, int which) {
+  thread_local std::unique_ptr<T[]> memory[4];
+  thread_local int64_t room[4];
+  if (room[which] < n) memory[which].reset(new T[room[which] = n]);
+  return memory[which].get();
+}
+
+inline float value_at(const char* p, Dtype d, int64_t i) {
+  if (d == F32) return ((const float*)p)[i];
+  uint16_t h = ((const uint16_t*)p)[i];
+  return with_dtype(d, [&]<Dtype D>() {
+    if constexpr (D == F16) {
+      float magnitude = bit_cast<float>(uint32_t(h & 0x7fff) << 13) * 0x1p112f;
+      uint32_t bits = bit_cast<uint32_t>(magnitude) | ((h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u);
+      return bit_cast<float>(bits | uint32_t(h & 0x8000) << 16);
+    }
+    return bit_cast<float>(uint32_t(h) << 16);
+  });
+}
+
+// Sums [m][panel] of rows first.. of matrix `matrix` times the outer factors, plus bias, to the output.
+template <class S>
+inline void finish(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
+                   const S* sums) {
+  float factor[Linear::panel], bias[Linear::panel] = {};
+  const bool inner_only = l.x.kind != Prepared::AS_F32;
+  for (int64_t n = 0; n < Linear::panel; n++) {
+    bool real = n < n_rows;
+    factor[n] = real && inner_only ? l.w.outer(matrix, first + n) : 1.f;
+    if (real && l.bias) bias[n] = value_at(l.bias, l.bias_dtype, matrix * l.w.rows + first + n);
+  }
+  for (int64_t m = 0; m < m_rows; m++) {
+    float values[Linear::panel];
+    float row = l.x.row_factor.empty() ? 1.f : l.x.row_factor[from + m];
+    for (int64_t n = 0; n < Linear::panel; n++) values[n] = float(sums[m * Linear::panel + n]) * factor[n] * row + bias[n];
+    char* out = l.out + ((from + m) * l.w.rows + first) * size_of(l.out_dtype);
+    with_dtype(l.out_dtype, [&]<Dtype D>() { narrow<D>(values, n_rows, out); });
+  }
+}
+
+#if TORCHQ_BF16_DOT
+template <Element E, Grouping G>
+inline void stream_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
+                         float* sums) {
+  const uint16_t* x = (const uint16_t*)l.x.row(from);
+  float* space = scratch<float>(BLOCK_N * ((l.w.columns + 1024 + 63) / 64 * 2), 0);
+  for_blocks_of_m<4>(m_rows, [&]<int MB>(int64_t m) {
+    for (int64_t n = 0; n < n_rows; n += BLOCK_N)
+      stream_block<E, G, MB>(l.w, matrix, first + n, first + n_rows - 1, x + m * l.x.pitch, l.x.pitch,
+                             sums + m * Linear::panel + n, Linear::panel, space);
+  });
+}
+
+template <Element E>
+inline void bf16_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
+                       float* sums) {
+  const Format& f = l.w.format;
+  const Grouping g = grouping(f);
+  if (m_rows <= 4) {  // more rows repay a tile that has its scales in
+    if constexpr (E == E2M1) {
+      return g == PER_16 ? stream_panel<E, PER_16>(l, matrix, first, n_rows, from, m_rows, sums)
+                         : stream_panel<E, PER_32>(l, matrix, first, n_rows, from, m_rows, sums);
+    } else {
+      if constexpr (E != INT4)
+        if (g == OUTER) return stream_panel<E, OUTER>(l, matrix, first, n_rows, from, m_rows, sums);
+      if constexpr (E != INT8) return stream_panel<E, PER_32>(l, matrix, first, n_rows, from, m_rows, sums);
+    }
+  }
+  const int64_t pitch = l.x.pitch, room = (l.w.columns + 1024 + 63) / 64 * 2;
+  uint16_t* tile = scratch<uint16_t>(Linear::panel * pitch, 0);
+  float* space = scratch<float>((Linear::panel + 1) * room + f.group_columns + W, 1);
+  const uint16_t* x = (const uint16_t*)l.x.row(from);
+  const bool scaled = g == PER_32 && f.scale != SCALE_E8M0;
+  for (int64_t n = 0; n < n_rows; n++) {
+    decode_row_bf16<E>(l.w, matrix, first + n, space + Linear::panel * room, tile + n * pitch);
+    if (scaled) scales_per_32(l.w, matrix, first + n, space + n * room);
+  }
+  if (!scaled) return dot_rows<DotBF16>({tile, pitch, n_rows}, x, pitch, m_rows, pitch, sums, Linear::panel);
+  for_blocks_of_m<BLOCK_M>(m_rows, [&]<int MB>(int64_t m) {
+    for (int64_t n = 0; n < n_rows; n += 2)  // an odd last row takes a stale one along
+      scaled_block<MB>(tile + n * pitch, pitch, space + n * room, room, f.group_columns, x + m * pitch, pitch, pitch,
+                       sums + m * Linear::panel + n, Linear::panel);
+  });
+}
+#endif
+
+template <Element E>
+inline void f32_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
+                      float* sums) {
+  const int64_t unit = l.w.format.group_columns ? l.w.format.group_columns : W, pitch = l.x.pitch;
+  int64_t chunk = 2048 / unit * unit;
+  chunk = chunk ? chunk : unit;
+  float* tile = scratch<float>(Linear::panel * (chunk + W), 2);
+  for (int64_t k = 0; k < l.w.columns; k += chunk) {
+    int64_t n = l.w.columns - k < chunk ? l.w.columns - k : chunk, whole = (n + W - 1) / W * W;
+    for (int64_t r = 0; r < n_rows; r++) {
+      float* row = tile + r * (chunk + W);
+      decode_columns<E>(l.w, matrix, first + r, k, n, row);
+      for (int64_t i = n; i < whole; i++) row[i] = 0;
+    }
+    dot_rows<DotF32>({tile, chunk + W, n_rows}, (const float*)l.x.row(from) + k, pitch, m_rows, whole, sums,
+                     Linear::panel);
+  }
+}
+
+inline void i8_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
+                     int64_t* sums) {
+  // Sums of 2^15 products of bytes fit 32 bits; longer rows add up in 64.
+  constexpr int64_t chunk = 1 << 15;
+  const int64_t columns = l.w.columns, step = DotI8::step;
+  const int8_t* w = (const int8_t*)l.w.row_data(matrix * l.w.rows + first);
+  for (int64_t m = 0; m < m_rows; m++)
+    for (int64_t n = 0; n < n_rows; n++)
+      sums[m * Linear::panel + n] = -int64_t(DotI8::offset) * l.x.row_sum[from + m];
+  for (int64_t k = 0; k < columns; k += chunk) {
+    int64_t n = columns - k < chunk ? columns - k : chunk, whole = n / step * step;
+    const int8_t* x = (const int8_t*)l.x.row(from) + k;
+    dot_rows<DotI8>({w + k, columns, n_rows}, x, l.x.pitch, m_rows, whole, sums, Linear::panel);
+    if (whole == n) continue;
+    alignas(64) int8_t tail[Linear::panel * DotI8::step] = {};  // meets zeros of x
+    for (int64_t r = 0; r < n_rows; r++) memcpy(tail + r * step, w + r * columns + k + whole, n - whole);
+    dot_rows<DotI8>({tail, step, n_rows}, x + whole, l.x.pitch, m_rows, step, sums, Linear::panel);
+  }
+}
+
+// Panel `index` of matrix `matrix` for rows from..from + count of x.
+inline void linear_panel(const Linear& l, int64_t matrix, int64_t index, int64_t from, int64_t count) {
+  const int64_t first = index * Linear::panel, left = l.w.rows - first, n_rows = left < Linear::panel ? left : Linear::panel;
+  if (l.x.kind == Prepared::AS_I8) {
+    int64_t* sums = scratch<int64_t>(count * Linear::panel, 0);
+    i8_panel(l, matrix, first, n_rows, from, count, sums);
+    return finish(l, matrix, first, n_rows, from, count, sums);
+  }
+  float* sums = scratch<float>(count * Linear::panel, 3);
+  memset(sums, 0, count * Linear::panel * sizeof(float));
+  with_element(l.w.format.element, [&]<Element E>() {
+#if TORCHQ_BF16_DOT
+    if (l.x.kind == Prepared::AS_BF16) return bf16_panel<E>(l, matrix, first, n_rows, from, count, sums);
+#endif
+    f32_panel<E>(l, matrix, first, n_rows, from, count, sums);
+  });
+  finish(l, matrix, first, n_rows, from, count, sums);
+}
+
+}  // namespace torchq
