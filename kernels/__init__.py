@@ -9,14 +9,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from torchq.errors import ConfigError
+from torchq.errors import ConfigError, did_you_mean
 from torchq.kernels import ops
 from torchq.kernels.qtensor import QuantizedTensor
 from torchq.kernels.registry import BACKENDS, announce, load, select
 from torchq.kernels.scales import global_scale_from_amax
 from torchq.kernels.supported import Support, supported
 from torchq.kernels.twin import finite_amax
-from torchq.keys import QuantKey, ScaleRounding
+from torchq.keys import QUANT_KEYS, QuantKey, ScaleRounding
 
 __all__ = [
     "BACKENDS",
@@ -110,6 +110,8 @@ def linear(
             f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(qweight.shape)}; "
             "the last dimension of x is the weight's last dimension"
         )
+    if bias is not None and bias.shape != qweight.shape[:1]:
+        raise ConfigError(f"bias of shape {tuple(bias.shape)} does not fit {qweight.shape[0]} output features")
     return ops.linear(x, qweight, bias, _as_activation(activation), backend)
 
 
@@ -144,10 +146,11 @@ def _as_activation(key: QuantKey | str | None) -> QuantKey | None:
 def _as_key(key: QuantKey | str) -> QuantKey:
     if isinstance(key, QuantKey):
         return key
-    try:
-        return QuantKey.from_name(key, "weight")
-    except ConfigError:
-        return QuantKey.from_name(key, "activation")
+    if not isinstance(key, str) or "/" in key:
+        return QuantKey.from_name(key)
+    if key not in QUANT_KEYS:
+        raise ConfigError(f"unknown key {key!r}{did_you_mean(key, QUANT_KEYS)}; known: {', '.join(QUANT_KEYS)}")
+    return QUANT_KEYS[key]
 
 
 def _check(x: Tensor, key: QuantKey, rounding: str | None, global_scale: Tensor | None) -> None:
@@ -165,5 +168,5 @@ def _check(x: Tensor, key: QuantKey, rounding: str | None, global_scale: Tensor 
 
 
 def _all_finite(x: Tensor) -> bool:
-    # A sum of zeros is finite exactly when every value is, and needs no mask of x's size.
+    # A finite sum has finite terms only, and needs no mask of x's size; a sum may overflow where no term does.
     return bool(torch.isfinite(x.sum())) or bool(x.isfinite().all())

@@ -5,12 +5,14 @@ Opaque to torch.compile, with gradients for the input and the bias, straight thr
 
 import functools
 import itertools
+import math
 
 import torch
 from torch import Tensor
 
 from torchq.kernels.qtensor import QuantizedTensor
 from torchq.kernels.registry import select
+from torchq.kernels.twin import no_autocast
 from torchq.keys import QuantKey
 
 
@@ -101,9 +103,11 @@ _linear.register_autograd(_backward, setup_context=_setup_context)
 def _linear_grad(
     grad: Tensor, data: Tensor, scale: Tensor, global_scale: Tensor | None, weight: str, columns: int
 ) -> Tensor:
-    w = _wrap(data, scale, global_scale, weight, columns).dequantize(torch.float32)  # [N, K]
-    rows = grad.reshape(-1, grad.shape[-1]).float()  # [M, N]
-    return (rows @ w).to(grad.dtype).view(*grad.shape[:-1], columns)
+    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    w = _wrap(data, scale, global_scale, weight, columns).dequantize(dtype)  # [N, K]
+    rows = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1]).to(dtype)  # [M, N]
+    with no_autocast(grad.device.type):
+        return (rows @ w).to(grad.dtype).view(*grad.shape[:-1], columns)
 
 
 @_linear_grad.register_fake
@@ -174,7 +178,8 @@ def _grouped_linear_grad(
     out = grad.new_zeros(grad.shape[0], columns)  # [T, K]
     for expert, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
         if stop > start:
-            out[start:stop] = grad[start:stop].float() @ q[expert].dequantize(torch.float32)
+            with no_autocast(grad.device.type):
+                out[start:stop] = grad[start:stop].float() @ q[expert].dequantize(torch.float32)
     return out
 
 

@@ -37,9 +37,10 @@ class QuantizedTensor:
         )
 
     def rows(self, start: int, stop: int) -> "QuantizedTensor":
-        """Return rows ``start:stop`` of a matrix as views; ``start`` lies on a group's edge."""
+        """Return rows ``start:stop`` of a matrix as views: whole groups from a group's edge, or a part of one group."""
         per_group = self.key.group[0]
-        assert len(self.shape) == 2 and (per_group < 0 or start % per_group == 0), f"{self.shape=} {start=}"
+        aligned = per_group < 0 or start % per_group == 0 or start // per_group == (stop - 1) // per_group
+        assert len(self.shape) == 2 and aligned, f"{self.shape=} {start=} {stop=}"
         scale = self.scale if per_group < 0 else self.scale[start // per_group : -(-stop // per_group)]
         per_token = self.global_scale is not None and self.global_scale.dim() == 2
         global_scale = self.global_scale[start:stop] if per_token else self.global_scale

@@ -6,6 +6,7 @@ Work goes tile by tile, so that the transient memory is a few tiles of ``TILE`` 
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def quantize(
         stored["global_scale"].copy_(global_scale)
     out = QuantizedTensor(stored["data"], stored["scale"], stored.get("global_scale"), key, x.shape, rounding)
     if out.data.numel() == 0:
-        return _quantize_empty(out)
+        return _quantize_empty(out, global_scale is None)
     for matrix, target in zip(_matrices(x, key), _target_matrices(out), strict=True):
         _quantize_matrix(matrix, target, rounding, global_scale is None, error)
     return out
@@ -59,6 +60,8 @@ def dequantized_rows(q: QuantizedTensor) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (start, stop, f32 values) over the rows of a matrix, a tile at a time."""
     rows, columns = q.shape
     step = _row_step(q.key, columns)
+    if TILE // columns < q.key.group[0]:  # a tile of part of a group's rows, which all have the same scales
+        step = math.gcd(q.key.group[0], 1 << (max(1, TILE // columns).bit_length() - 1))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         yield start, stop, _dequantize_tile(q.rows(start, stop))
@@ -70,14 +73,21 @@ def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, activation: 
     x (..., K), weight (N, K), result (..., N). With ``activation`` x is quantized to that key first.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows = x.reshape(-1, x.shape[-1])  # [M, K]
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # [M, K]
     rows = rows.to(dtype) if activation is None else dequantize(quantize(rows, activation), dtype)
     out = torch.empty(rows.shape[0], weight.shape[0], dtype=dtype, device=x.device)  # [M, N]
-    for start, stop, values in dequantized_rows(weight):
-        out[:, start:stop] = rows @ values.to(dtype).T
+    with no_autocast(x.device.type):
+        for start, stop, values in dequantized_rows(weight):
+            out[:, start:stop] = rows @ values.to(dtype).T
     if bias is not None:
         out += bias
     return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def no_autocast(device: str) -> AbstractContextManager:
+    """Keep a product in the dtype of its factors: autocast would round both to 16 bits first."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def grouped_linear(
@@ -158,7 +168,9 @@ def _amax(x: Tensor, per_row: bool, finite: bool = False) -> Tensor:
         parts = []
         for first in range(0, x.shape[1], TILE):
             part = x[start : start + step, first : first + TILE].abs()
-            part = torch.where(part.isfinite(), part, 0) if finite else part
+            if finite:
+                part = part.float()  # first: a f64 value may be finite here and infinite in f32
+                part = torch.where(part.isfinite(), part, 0)
             parts.append(part.amax(1, keepdim=True))
         rows.append(torch.cat(parts, 1).amax(1, keepdim=True).float())
     amax = torch.cat(rows)
@@ -172,7 +184,7 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 
 def _spread(multiplier: Tensor, key: QuantKey, rows: int, columns: int) -> Tensor:
     spread = multiplier.repeat_interleave(key.group[1], 1)[:, :columns]
-    return spread if key.group[0] == 1 else spread.repeat_interleave(key.group[0], 0)[:rows]
+    return spread if key.group[0] == 1 else spread.repeat_interleave(min(key.group[0], rows), 0)[:rows]
 
 
 def _row_step(key: QuantKey, columns: int) -> int:
@@ -182,6 +194,7 @@ def _row_step(key: QuantKey, columns: int) -> int:
 
 def _column_steps(key: QuantKey, columns: int, rows: int) -> Iterator[tuple[int, int]]:
     unit = max(key.group[1], key.column_multiple, 2)
+    rows = math.ceil(rows / max(1, key.group[0])) * max(1, key.group[0])  # a part of a block is padded to a whole one
     step = max(unit, TILE // rows // unit * unit)
     for first in range(0, columns, step):
         yield first, min(first + step, columns)
@@ -213,9 +226,9 @@ def _target_matrices(q: QuantizedTensor) -> Iterator[QuantizedTensor]:
             yield from _target_matrices(q[i])
 
 
-def _quantize_empty(out: QuantizedTensor) -> QuantizedTensor:
+def _quantize_empty(out: QuantizedTensor, own_global: bool) -> QuantizedTensor:
     amax = torch.zeros((), device=out.device)
-    if out.key.global_scale:
+    if out.key.global_scale and own_global:
         out.global_scale.copy_(global_scale_from_amax(amax))
     if out.key.scale == "f32":
         out.scale.copy_(stored_scale(amax, out.key))
