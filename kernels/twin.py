@@ -60,8 +60,9 @@ def dequantized_rows(q: QuantizedTensor) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (start, stop, f32 values) over the rows of a matrix, a tile at a time."""
     rows, columns = q.shape
     step = _row_step(q.key, columns)
-    if TILE // columns < q.key.group[0]:  # a tile of part of a group's rows, which all have the same scales
-        step = math.gcd(q.key.group[0], 1 << (max(1, TILE // columns).bit_length() - 1))
+    fitting = max(1, TILE // max(1, columns))
+    if fitting < q.key.group[0]:  # a tile is part of a group's rows, which all have the same scales
+        step = math.gcd(q.key.group[0], 1 << fitting.bit_length() - 1)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         yield start, stop, _dequantize_tile(q.rows(start, stop))
