@@ -25,6 +25,7 @@ FUSED_MAPPING: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _NO_FUSION: Mapping[str, Sequence[str]] = MappingProxyType({})
 _NOTHING: frozenset[str] = frozenset()
 _MAGIC = re.compile(r"[*?\[]")
+_NOT_JOINABLE = re.compile(r"\\[\dgGKkLpPNxuU]|\(\?(?!:)|\(\*")  # what could mean something else inside an alternation
 
 Found = list[tuple[str, frozenset[str]]]  # the layer, or each of its shards, with the patterns that match it
 
@@ -44,13 +45,17 @@ class PatternSet:
         self._starts: dict[str, str] = {}
         self._inside: dict[str, str] = {}
         self._compiled: list[tuple[str, Callable[[str], object]]] = []
+        self._joined: list[tuple[str, Callable[[str], object]]] = []
         for pattern in self.patterns:
             self._add(pattern)
+        # One test rules out all plain regexes for most names.
+        self._any_joined = regex.compile("|".join(f"(?:{pattern[3:]})" for pattern, _ in self._joined)).match
         self._any_end, self._any_start = tuple(self._ends.values()), tuple(self._starts.values())
 
     def _add(self, pattern: str) -> None:
         if pattern.startswith("re:"):
-            self._compiled.append((pattern, _compile_regex(pattern)))
+            plain = _NOT_JOINABLE.search(pattern) is None
+            (self._joined if plain else self._compiled).append((pattern, _compile_regex(pattern)))
             return
         self._literals.add(pattern)
         if not _MAGIC.search(pattern):
@@ -74,6 +79,8 @@ class PatternSet:
             hits += [pattern for pattern, text in self._ends.items() if name.endswith(text)]
         if name.startswith(self._any_start):
             hits += [pattern for pattern, text in self._starts.items() if name.startswith(text)]
+        if self._joined and self._any_joined(name) is not None:
+            hits += [pattern for pattern, match in self._joined if match(name) is not None]
         hits += [pattern for pattern, match in self._compiled if match(name) is not None]
         return frozenset(hits) if hits else _NOTHING
 

@@ -34,7 +34,7 @@ class Node:
 def walk(root: nn.Module) -> list[Node]:
     """Return one node a module, in the order of ``named_modules``; the root comes first, with the name ``""``."""
     nodes: dict[int, Node] = {}
-    for name, module, parent, slot in _paths(root, "", None, "", set()):
+    for name, module, parent, slot in _paths(root):
         node = nodes.setdefault(id(module), Node(module, parent=nodes.get(id(parent))))
         node.names.append(name)
         if parent is not None and (parent, slot) not in node.slots:
@@ -53,15 +53,15 @@ def swap(node: Node, replacement: nn.Module) -> None:
     node.module = replacement
 
 
-def _paths(
-    module: nn.Module, name: str, parent: nn.Module | None, slot: str, above: set[int]
-) -> Iterator[tuple[str, nn.Module, nn.Module | None, str]]:
-    if id(module) in above:  # a child that holds its own parent
-        return
-    yield name, module, parent, slot
-    above.add(id(module))
-    for child_slot, child in module._modules.items():
-        if child is not None:
-            child_name = f"{name}.{child_slot}" if name else child_slot
-            yield from _paths(child, child_name, module, child_slot, above)
-    above.discard(id(module))
+def _paths(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None, str]]:
+    stack = [("", root, None, "", frozenset())]
+    while stack:
+        name, module, parent, slot, above = stack.pop()
+        yield name, module, parent, slot
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
+        if not children:
+            continue
+        above = above | {id(module)}
+        for key, child in reversed(children):
+            if id(child) not in above:  # else a child that holds its own parent
+                stack.append((f"{name}.{key}" if name else key, child, module, key, above))
