@@ -90,3 +90,10 @@ def test_a_nan_stays_in_its_block():
     x[0, 3] = torch.nan
     y = hadamard(x, 32)
     assert y[0, :32].isnan().all() and y[0, 32:].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(4, 48), (2, 16), (31,)])
+def test_blocks_that_do_not_fit_are_refused(shape):
+    # (4, 48) has whole blocks of 32 in all, but not in each row.
+    with pytest.raises(ValueError, match=r"in blocks of 32 does not fit a tensor of shape \("):
+        hadamard(torch.ones(shape), 32)
