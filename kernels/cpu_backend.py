@@ -8,7 +8,6 @@ import logging
 import math
 
 import torch
-from torch import Tensor
 
 from torchq.kernels import cpu, twin
 from torchq.kernels.qtensor import QuantizedTensor

@@ -13,6 +13,24 @@ struct Pair {
   __m512i a, b;  // columns 0..31 and 32..63
 };
 
+// bf16 values of 128 codes (the sign of an 8-bit code is put on later), and their two bytes.
+template <Element E>
+struct Tables {
+  alignas(64) uint16_t value[128] = {};
+  alignas(64) uint8_t low[128] = {}, high[128] = {};
+
+  constexpr Tables() {
+    const float e2m1[16] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+    for (int c = 0; c < 128; c++) {
+      float v = E == E4M3 ? e4m3_to_float(uint8_t(c)) : E == INT4 ? float((c & 15) - 8) : e2m1[c & 15];
+      value[c] = bit_cast<uint32_t>(v) >> 16;
+      low[c] = uint8_t(value[c]), high[c] = uint8_t(value[c] >> 8);
+    }
+  }
+};
+template <Element E>
+constexpr Tables<E> tables_of;
+
 // Unscaled values of 64 codes.
 template <Element E>
 class Decoder {
@@ -20,21 +38,12 @@ class Decoder {
   static constexpr int bytes = packs_two(E) ? 32 : 64;
 
   Decoder() {
-    alignas(64) uint16_t values[128];
-    for (int c = 0; c < 128; c++) {
-      float v = E == E4M3 ? e4m3_to_float(uint8_t(c)) : E == INT4 ? float((c & 15) - 8) : e2m1(c & 15);
-      values[c] = bit_cast<uint32_t>(v) >> 16;
+    for (int i = 0; i < 2; i++) {
+      table_[i] = _mm512_load_si512(tables_of<E>.low + 64 * i);
+      table_[2 + i] = _mm512_load_si512(tables_of<E>.high + 64 * i);
     }
-    if constexpr (E == E4M3) {
-      alignas(64) uint8_t low[128], high[128];
-      for (int c = 0; c < 128; c++) low[c] = uint8_t(values[c]), high[c] = uint8_t(values[c] >> 8);
-      for (int i = 0; i < 2; i++) {
-        table_[i] = _mm512_load_si512(low + 64 * i);
-        table_[2 + i] = _mm512_load_si512(high + 64 * i);
-      }
-    } else {
-      table_[0] = _mm512_load_si512(values);  // twice 16 entries: the index has five bits, the fifth is noise
-    }
+    // Twice 16 entries: the index of a 4-bit code has five bits, the fifth is noise.
+    if constexpr (packs_two(E)) table_[0] = _mm512_load_si512(tables_of<E>.value);
   }
 
   Pair operator()(const char* codes) const {
@@ -62,11 +71,6 @@ class Decoder {
   __m512i table() const { return table_[0]; }
 
  private:
-  static float e2m1(int c) {
-    const float values[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
-    return c & 8 ? -values[c & 7] : values[c];
-  }
-
   static __m512i from_int8(const char* codes) {
     auto wide = [](const char* p) {
       return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
@@ -91,13 +95,20 @@ inline bool has_bf16_kernel(const Format& f) {
   return f.element == INT8 ? false : f.group_columns == 16 ? f.scale == SCALE_E4M3 : f.group_columns % 32 == 0;
 }
 
-// f32 scales for every 32 columns of a row; `out` has room for 64 columns more than the row.
-inline void scales_per_32(const Quantized& w, int64_t matrix, int64_t row, float* out) {
+inline void prefetch_scales(const Quantized& w, const char* scale) {
+  const int64_t bytes = w.scale_columns * w.format.scale_size();
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(scale + i + 8 * bytes, _MM_HINT_T0);
+}
+
+// f32 scales for every 32 columns of a row, in place or in `out`, which has room for 64 columns more than the row.
+inline const float* scales_per_32(const Quantized& w, int64_t matrix, int64_t row, float* out) {
   const char* scale = w.row_scale(matrix, row);
-  int64_t groups = w.format.scale_columns(w.columns), repeat = w.format.group_columns / 32;
+  prefetch_scales(w, scale);
+  int64_t groups = w.scale_columns, repeat = w.spans;
   int64_t end = (w.columns + 63) / 64 * 2;
   int64_t g = 0;
-  if (w.format.scale == SCALE_E8M0 && repeat == 1)
+  if (repeat == 1 && w.format.scale == SCALE_F32 && groups == end) return (const float*)scale;
+  if (repeat == 1 && w.format.scale == SCALE_E8M0)
     for (; g + W <= groups; g += W) {
       vi byte = __builtin_convertvector(load<vb>(scale + g), vi);
       vi bits = byte == 0 ? splat(0x00400000) : byte << 23;
@@ -106,12 +117,14 @@ inline void scales_per_32(const Quantized& w, int64_t matrix, int64_t row, float
   for (; g < groups; g++)
     for (int64_t i = 0; i < repeat && g * repeat + i < end; i++) out[g * repeat + i] = multiplier(w.format, scale, g, 1.f);
   for (int64_t i = groups * repeat; i < end; i++) out[i] = 0;
+  return out;
 }
 
 // bf16 scales for every 16 columns of a row; `out` has room for 1024 columns more than the row.
 inline void scales_per_16(const Quantized& w, int64_t matrix, int64_t row, const Decoder<E4M3>& decode, uint16_t* out) {
   const char* scale = w.row_scale(matrix, row);
-  int64_t groups = w.format.scale_columns(w.columns);
+  prefetch_scales(w, scale);
+  int64_t groups = w.scale_columns;
   for (int64_t g = 0; g < groups; g += 64) {
     alignas(64) char tail[64] = {};
     if (g + 64 > groups) memcpy(tail, scale + g, groups - g);
@@ -123,13 +136,9 @@ inline void scales_per_16(const Quantized& w, int64_t matrix, int64_t row, const
 
 // Scales of 16-column groups spread over the lanes of the sums of 64 columns.
 struct SpreadPer16 {
-  __m512i first = lanes(0), second = lanes(2);
+  __m512i first = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(1), 1);  // 0 for 16 lanes, then 1
+  __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(2));
 
-  static __m512i lanes(int from) {
-    alignas(64) uint16_t index[32];
-    for (int i = 0; i < 32; i++) index[i] = uint16_t(from + i / 16);
-    return _mm512_load_si512(index);
-  }
   static __m512 spread(__m512i index, __m512i four) {  // a bf16 in the upper half of a lane is its f32
     return (__m512)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, index, four);
   }
@@ -137,72 +146,67 @@ struct SpreadPer16 {
 
 // ---- few rows of x: decode in registers, one pass over the codes ----
 
-// sums[m * pitch + n] = dot products of weight rows first.. (none after `last`) and MB rows of x, without the outer
-// factor. x is padded with zeros to a multiple of 64 columns.
+// sums[m * pitch] = dot products of one row of weights and MB rows of x, without the outer factor. x is padded with zeros
+// to a multiple of 64 columns. Rows are read one after the other, as one stream: memory is what limits this.
 template <Element E, Grouping G, int MB>
-[[gnu::noinline]] void stream_block(const Quantized& w, int64_t matrix, int64_t first, int64_t last, const uint16_t* x,
-                                    int64_t ldx, float* sums, int64_t pitch, float* scratch) {
-  constexpr int NB = BLOCK_N;
+[[gnu::noinline]] void stream_row(const Quantized& w, int64_t matrix, int64_t row, const uint16_t* x, int64_t ldx,
+                                  float* sums, int64_t pitch, float* scratch) {
+  constexpr int UNROLL = MB == 1 ? 4 : 2;  // independent sums, as many as hide the latency of an addition
+  constexpr int64_t ahead = 4096;          // bytes to prefetch: the hardware's prefetcher stops at pages
   const Decoder<E> decode;
-  const Decoder<E4M3> decode_scale;
   const SpreadPer16 spread;
-  const int64_t row_bytes = w.row_bytes(), room = (w.columns + 1024 + 63) / 64 * 2;
-  const char* codes[NB];
-  for (int n = 0; n < NB; n++) {
-    int64_t row = first + n < last ? first + n : last;
-    codes[n] = w.row_data(matrix * w.rows + row);
-    if (G == PER_32) scales_per_32(w, matrix, row, scratch + n * room);
-    if (G == PER_16) scales_per_16(w, matrix, row, decode_scale, (uint16_t*)(scratch + n * room));
-  }
-  vf acc[NB][MB] = {};
-  auto step = [&](const char* const* at, int64_t k) __attribute__((always_inline)) {
-    Pair p[NB];
-    vf scale[NB][2];
-#pragma GCC unroll 8
-    for (int n = 0; n < NB; n++) {
-      p[n] = decode(at[n]);
-      if constexpr (G == PER_32) {
-        scale[n][0] = _mm512_set1_ps(scratch[n * room + k / 32]);
-        scale[n][1] = _mm512_set1_ps(scratch[n * room + k / 32 + 1]);
-      }
-      if constexpr (G == PER_16) {
-        int64_t four;
-        memcpy(&four, (uint16_t*)(scratch + n * room) + k / 16, 8);
-        scale[n][0] = SpreadPer16::spread(spread.first, _mm512_set1_epi64(four));
-        scale[n][1] = SpreadPer16::spread(spread.second, _mm512_set1_epi64(four));
-      }
+  const int64_t row_bytes = w.row_bytes;
+  const char* codes = w.row_data(matrix * w.rows + row);
+  const float* per_32 = scratch;
+  const uint16_t* per_16 = (const uint16_t*)scratch;
+  if constexpr (G == PER_32) per_32 = scales_per_32(w, matrix, row, scratch);
+  if constexpr (G == PER_16) scales_per_16(w, matrix, row, Decoder<E4M3>(), (uint16_t*)scratch);
+  vf acc[MB][UNROLL] = {};
+  auto step = [&](const char* at, int64_t k, int u) __attribute__((always_inline)) {
+    Pair p = decode(at);
+    vf scale[2];
+    if constexpr (G == PER_32) {
+      scale[0] = splat(per_32[k / 32]);
+      scale[1] = splat(per_32[k / 32 + 1]);
+    }
+    if constexpr (G == PER_16) {
+      __m512i four = _mm512_set1_epi64(load<int64_t>(per_16 + k / 16));
+      scale[0] = SpreadPer16::spread(spread.first, four);
+      scale[1] = SpreadPer16::spread(spread.second, four);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < MB; m++) {
       __m512bh x0 = DotBF16::load_x(x + m * ldx + k), x1 = DotBF16::load_x(x + m * ldx + k + 32);
-#pragma GCC unroll 8
-      for (int n = 0; n < NB; n++) {
-        if constexpr (G == OUTER) {
-          acc[n][m] = _mm512_dpbf16_ps(acc[n][m], (__m512bh)p[n].a, x0);
-          acc[n][m] = _mm512_dpbf16_ps(acc[n][m], (__m512bh)p[n].b, x1);
-        } else {
-          acc[n][m] = fma(_mm512_dpbf16_ps(vf{}, (__m512bh)p[n].a, x0), scale[n][0], acc[n][m]);
-          acc[n][m] = fma(_mm512_dpbf16_ps(vf{}, (__m512bh)p[n].b, x1), scale[n][1], acc[n][m]);
-        }
+      if constexpr (G == OUTER) {
+        acc[m][u] = _mm512_dpbf16_ps(acc[m][u], (__m512bh)p.a, x0);
+        acc[m][u] = _mm512_dpbf16_ps(acc[m][u], (__m512bh)p.b, x1);
+      } else {
+        acc[m][u] = fma(_mm512_dpbf16_ps(vf{}, (__m512bh)p.a, x0), scale[0], acc[m][u]);
+        acc[m][u] = fma(_mm512_dpbf16_ps(vf{}, (__m512bh)p.b, x1), scale[1], acc[m][u]);
       }
     }
   };
-  int64_t whole = row_bytes / decode.bytes;
-  const char* at[NB];
-  for (int64_t i = 0; i < whole; i++) {
+  constexpr int64_t bytes = Decoder<E>::bytes;
+  int64_t at = 0;
+  for (; at + UNROLL * bytes <= row_bytes; at += UNROLL * bytes) {
 #pragma GCC unroll 8
-    for (int n = 0; n < NB; n++) at[n] = codes[n] + i * decode.bytes;
-    step(at, i * 64);
+    for (int u = 0; u < UNROLL; u++) {
+      if (u * bytes % 64 == 0) _mm_prefetch(codes + at + u * bytes + ahead, _MM_HINT_T0);
+      step(codes + at + u * bytes, (at + u * bytes) / bytes * 64, u);
+    }
   }
-  if (int64_t left = row_bytes - whole * decode.bytes) {
-    alignas(64) char tail[NB][64] = {};  // stray codes meet zeros of x
-    for (int n = 0; n < NB; n++) memcpy(tail[n], codes[n] + whole * decode.bytes, left), at[n] = tail[n];
-    step(at, whole * 64);
+  for (; at + bytes <= row_bytes; at += bytes) step(codes + at, at / bytes * 64, 0);
+  if (at < row_bytes) {
+    alignas(64) char tail[64] = {};  // stray codes meet zeros of x
+    memcpy(tail, codes + at, row_bytes - at);
+    step(tail, at / bytes * 64, 0);
   }
 #pragma GCC unroll 8
-  for (int m = 0; m < MB; m++)
-#pragma GCC unroll 8
-    for (int n = 0; n < NB; n++) sums[m * pitch + n] = sum_lanes(acc[n][m]);
+  for (int m = 0; m < MB; m++) {
+    vf sum = acc[m][0];
+    for (int u = 1; u < UNROLL; u++) sum += acc[m][u];
+    sums[m * pitch] = sum_lanes(sum);
+  }
 }
 
 // ---- many rows of x: a tile of weights as bf16 ----
@@ -212,7 +216,7 @@ inline bool bakes(const Quantized& w, int64_t matrix, int64_t row) {
   const uint8_t* scale = (const uint8_t*)w.row_scale(matrix, row);
   int low = w.format.element == E2M1 ? 2 : 10, high = w.format.element == E2M1 ? 252 : 246;
   bool ok = true;
-  for (int64_t g = 0; g < w.format.scale_columns(w.columns); g++) ok &= scale[g] >= low && scale[g] <= high;
+  for (int64_t g = 0; g < w.scale_columns; g++) ok &= scale[g] >= low && scale[g] <= high;
   return ok;
 }
 
@@ -229,7 +233,7 @@ inline __m512i times_power(__m512i values, uint8_t byte) {
 template <Element E>
 [[gnu::noinline]] void decode_row_bf16(const Quantized& w, int64_t matrix, int64_t row, float* scratch, uint16_t* out) {
   const Decoder<E> decode;
-  const int64_t row_bytes = w.row_bytes();
+  const int64_t row_bytes = w.row_bytes;
   const char* codes = w.row_data(matrix * w.rows + row);
   const uint8_t* scale = (const uint8_t*)w.row_scale(matrix, row);
   const int64_t per_scale = w.format.group_columns;
@@ -273,7 +277,7 @@ template <Element E>
     }
     Pair p = decode(from);
     if (power) {
-      int64_t last = w.format.scale_columns(w.columns) - 1, next = (k + 32) / per_scale;
+      int64_t last = w.scale_columns - 1, next = (k + 32) / per_scale;
       p.a = times_power(p.a, scale[k / per_scale]);
       p.b = times_power(p.b, scale[next < last ? next : last]);
     }
@@ -283,7 +287,7 @@ template <Element E>
 
 // sums[m * pitch + n] = dot products of two rows of a bf16 tile and MB rows of x, with f32 scales for every 32 columns.
 template <int MB>
-[[gnu::noinline]] void scaled_block(const uint16_t* w, int64_t ldw, const float* scales, int64_t room, int64_t span,
+[[gnu::noinline]] void scaled_block(const uint16_t* w, int64_t ldw, const float* const* scales, int64_t span,
                          const uint16_t* x, int64_t ldx, int64_t k, float* sums, int64_t pitch) {
   constexpr int NB = 2;  // sums of the group and of the row: twice the registers
   vf acc[NB][MB] = {};
@@ -303,7 +307,7 @@ template <int MB>
     }
 #pragma GCC unroll 8
     for (int n = 0; n < NB; n++) {
-      vf s = splat(scales[n * room + g / 32]);
+      vf s = splat(scales[n][g / 32]);
 #pragma GCC unroll 8
       for (int m = 0; m < MB; m++) acc[n][m] = fma(part[n][m], s, acc[n][m]);
     }

@@ -6,22 +6,24 @@
 
 namespace torchq {
 
-// A batch of quantized matrices, read only.
+// A batch of quantized matrices, read only. Whatever takes a division is computed once.
 struct Quantized {
-  Format format;
-  const char *data, *scale;
-  const float* global;
-  int64_t rows, columns;  // of one matrix
+  const Format format;
+  const char *const data, *const scale;
+  const float* const global;
+  const int64_t rows, columns;  // of one matrix
   // Without it, what all of a row shares (a whole row's f32 scale, a global scale) is left out of the decoded values,
   // for the product's sums to be multiplied by.
-  bool with_outer = true;
+  const bool with_outer = true;
+  const int64_t row_bytes = format.row_bytes(columns);
+  const int64_t scale_columns = format.scale_columns(columns), scale_rows = format.scale_rows(rows);
+  const int64_t spans = format.group_columns / 32;  // of 32 columns in a group
 
-  int64_t row_bytes() const { return format.row_bytes(columns); }
-  const char* row_data(int64_t row) const { return data + row * row_bytes(); }
+  const char* row_data(int64_t row) const { return data + row * row_bytes; }
   // The scales of row `row` of matrix `matrix`.
   const char* row_scale(int64_t matrix, int64_t row) const {
-    int64_t line = format.group_rows ? row / format.group_rows : 0;
-    return scale + (matrix * format.scale_rows(rows) + line) * format.scale_columns(columns) * format.scale_size();
+    int64_t line = format.group_rows == 1 ? row : format.group_rows ? row / format.group_rows : 0;
+    return scale + (matrix * scale_rows + line) * scale_columns * format.scale_size();
   }
   float row_global(int64_t matrix, int64_t row) const {
     return format.global == NO_GLOBAL ? 1.f : global[format.global == PER_TOKEN ? matrix * rows + row : matrix];
@@ -42,7 +44,7 @@ inline void decode_run(const char* codes, int64_t n, float multiplier, float* ou
 template <Element E>
 inline void decode_columns(const Quantized& q, int64_t matrix, int64_t row, int64_t c, int64_t n, float* out) {
   constexpr int per_byte = packs_two(E) ? 2 : 1;
-  const int64_t row_bytes = q.row_bytes(), width = q.format.group_columns ? q.format.group_columns : n;
+  const int64_t row_bytes = q.row_bytes, width = q.format.group_columns ? q.format.group_columns : n;
   const char *codes = q.row_data(matrix * q.rows + row), *scale = q.row_scale(matrix, row);
   const float outer = q.with_outer ? q.outer(matrix, row) : 1.f;
   for (int64_t i = 0; i < n; i += width) {

@@ -37,13 +37,13 @@ struct Format {
 };
 
 constexpr int32_t INF_BITS = 0x7f800000;
-inline float nan_value() { return bit_cast<float>(0x7fc00000); }
+constexpr float nan_value() { return bit_cast<float>(0x7fc00000); }
 
 inline float e8m0_to_float(uint8_t byte) {
   return bit_cast<float>(byte == 255 ? 0x7fc00000u : byte == 0 ? 0x00400000u : uint32_t(byte) << 23);
 }
 
-inline float e4m3_to_float(uint8_t code) {
+constexpr float e4m3_to_float(uint8_t code) {
   uint32_t m = code & 0x7f, sign = uint32_t(code & 0x80) << 24;
   float v = m == 0x7f ? nan_value() : m < 8 ? float(m) * 0x1p-9f : bit_cast<float>((m << 20) + (120u << 23));
   return bit_cast<float>(bit_cast<uint32_t>(v) | sign);

@@ -49,7 +49,7 @@ inline void prepare_row(const Matrices& x, Prepared& p, int64_t i) {
   }
 }
 
-// Row i of the quantized x.
+// Row i of the quantized x, which leaves out what `row_factor` takes.
 inline void prepare_row(const Quantized& q, Prepared& p, int64_t i) {
   char* out = p.own.data() + i * p.pitch * p.size();
   if (p.kind != Prepared::AS_F32) p.row_factor[i] = q.outer(0, i);
@@ -62,9 +62,7 @@ inline void prepare_row(const Quantized& q, Prepared& p, int64_t i) {
     return;
   }
   std::vector<float> values(q.format.padded(q.columns) + q.format.group_columns + W);
-  Quantized inner = q;
-  inner.with_outer = p.kind == Prepared::AS_F32;
-  with_element(q.format.element, [&]<Element E>() { decode_columns<E>(inner, 0, i, 0, q.columns, values.data()); });
+  with_element(q.format.element, [&]<Element E>() { decode_columns<E>(q, 0, i, 0, q.columns, values.data()); });
   int64_t size = p.size();
   if (p.kind == Prepared::AS_F32)
     memcpy(out, values.data(), q.columns * 4);
@@ -132,11 +130,11 @@ template <Element E, Grouping G>
 inline void stream_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
                          float* sums) {
   const uint16_t* x = (const uint16_t*)l.x.row(from);
-  float* space = scratch<float>(BLOCK_N * ((l.w.columns + 1024 + 63) / 64 * 2), 0);
+  float* space = scratch<float>((l.w.columns + 1024 + 63) / 64 * 2, 0);
   for_blocks_of_m<4>(m_rows, [&]<int MB>(int64_t m) {
-    for (int64_t n = 0; n < n_rows; n += BLOCK_N)
-      stream_block<E, G, MB>(l.w, matrix, first + n, first + n_rows - 1, x + m * l.x.pitch, l.x.pitch,
-                             sums + m * Linear::panel + n, Linear::panel, space);
+    for (int64_t n = 0; n < n_rows; n++)
+      stream_row<E, G, MB>(l.w, matrix, first + n, x + m * l.x.pitch, l.x.pitch, sums + m * Linear::panel + n,
+                           Linear::panel, space);
   });
 }
 
@@ -160,14 +158,16 @@ inline void bf16_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n
   float* space = scratch<float>((Linear::panel + 1) * room + f.group_columns + W, 1);
   const uint16_t* x = (const uint16_t*)l.x.row(from);
   const bool scaled = g == PER_32 && f.scale != SCALE_E8M0;
+  const float* scales[Linear::panel];
+  for (const float*& s : scales) s = space;
   for (int64_t n = 0; n < n_rows; n++) {
     decode_row_bf16<E>(l.w, matrix, first + n, space + Linear::panel * room, tile + n * pitch);
-    if (scaled) scales_per_32(l.w, matrix, first + n, space + n * room);
+    if (scaled) scales[n] = scales_per_32(l.w, matrix, first + n, space + n * room);
   }
   if (!scaled) return dot_rows<DotBF16>({tile, pitch, n_rows}, x, pitch, m_rows, pitch, sums, Linear::panel);
   for_blocks_of_m<BLOCK_M>(m_rows, [&]<int MB>(int64_t m) {
     for (int64_t n = 0; n < n_rows; n += 2)  // an odd last row takes a stale one along
-      scaled_block<MB>(tile + n * pitch, pitch, space + n * room, room, f.group_columns, x + m * pitch, pitch, pitch,
+      scaled_block<MB>(tile + n * pitch, pitch, scales + n, f.group_columns, x + m * pitch, pitch, pitch,
                        sums + m * Linear::panel + n, Linear::panel);
   });
 }

@@ -103,7 +103,7 @@ Prepared prepare(const Matrices& x, const Format& weight, const Format* activati
   std::vector<float> global(f.global == PER_TOKEN ? x.rows : 1, 1.f);
   Rounding rounding = f.element == E2M1 ? EVEN : CEIL;
   quantize_all(x, {f, rounding, data.data(), scale.data(), global.data(), true}, nullptr);
-  Quantized q{f, data.data(), scale.data(), global.data(), x.rows, x.columns};
+  Quantized q{f, data.data(), scale.data(), global.data(), x.rows, x.columns, p.kind == Prepared::AS_F32};
   if (p.kind != Prepared::AS_F32) p.row_factor.resize(x.rows);
   if (p.kind == Prepared::AS_I8) p.row_sum.resize(x.rows);
   each_row([&](int64_t i) { prepare_row(q, p, i); });

@@ -43,11 +43,8 @@ inline vf splat(float a) { return a - vf{}; }
 inline vi splat(int32_t a) { return a - vi{}; }
 
 template <class To, class From>
-inline To bit_cast(From a) {
-  static_assert(sizeof(To) == sizeof(From));
-  To b;
-  memcpy(&b, &a, sizeof(To));
-  return b;
+constexpr To bit_cast(From a) {
+  return __builtin_bit_cast(To, a);
 }
 
 inline int32_t max_lane(vi v) {
