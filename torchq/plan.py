@@ -14,7 +14,8 @@ LARGE = 1 << 20  # bytes from which an unquantized parameter is worth a line
 class Row:
     """One layer. ``skipped`` says why it is left alone (None for a layer that is quantized); sizes are bytes.
 
-    ``shape`` is (N, K), or one shape a matrix for experts. ``sqnr`` (dB) and ``seconds`` are filled in by quantizing.
+    ``shape`` is (N, K), or one shape (E, N, K) a matrix for experts; ``parts`` is what each matrix gets where they
+    differ. ``sqnr`` (dB) and ``seconds`` are filled in by quantizing.
     """
 
     name: str
@@ -27,17 +28,24 @@ class Row:
     skipped: str | None = None
     aliases: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
+    parts: dict[str, Resolution | None] = field(default_factory=dict)
     sqnr: float | None = None
     seconds: float | None = None
 
     @property
     def spec(self) -> str:
         """Weight and activation key, for example ``mxfp4 x mxfp8``; ``16-bit`` for an activation that is left alone."""
-        if self.resolution is None:
-            return ""
-        size = self.resolution.hadamard_size
-        text = f"{self.resolution.weight} x {self.resolution.activation or '16-bit'}"
-        return text if size is None else f"{text}, hadamard {size}"
+        if self.parts:
+            return "; ".join(f"{name}: {_spec(resolution) or 'dense'}" for name, resolution in self.parts.items())
+        return _spec(self.resolution)
+
+
+def _spec(resolution: Resolution | None) -> str:
+    if resolution is None:
+        return ""
+    size = resolution.hadamard_size
+    text = f"{resolution.weight} x {resolution.activation or '16-bit'}"
+    return text if size is None else f"{text}, hadamard {size}"
 
 
 @dataclass

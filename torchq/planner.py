@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from torchq import kernels
+from torchq.decisions import Decisions, combined, keys
 from torchq.errors import ConfigError, UnsupportedError, did_you_mean
 from torchq.keys import stored_nbytes
+from torchq.nn.expert_lists import ExpertListKind
+from torchq.nn.experts import MoeKind
 from torchq.nn.linears import LinearKind, left_alone
+from torchq.parts import Answer
 from torchq.plan import LARGE, QuantizationPlan, Row
 from torchq.resolution import Resolution, Resolver
 from torchq.roles import Roles
@@ -19,23 +23,24 @@ from torchq.ties import tied_names
 from torchq.transforms.tree import Node, walk
 
 OnUnmatched = Literal["error", "warn", "ignore"]
-_KINDS = (LinearKind,)
+_KINDS = (LinearKind, MoeKind, ExpertListKind)
+_HINTS = 5
 # What wrappers add to a name: torch.compile, activation checkpointing, low-rank adapters.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 
 
 @dataclass(eq=False)
 class Job:
-    """A layer to quantize: where it hangs, how its kind is handled, and the matrices whose global scale it shares."""
+    """A layer to quantize: where it hangs, how its kind is handled, what each of its matrices gets (None: nothing).
+
+    ``shares`` are the jobs whose matrices it shares an NVFP4 global scale with.
+    """
 
     node: Node
     kind: Any
     row: Row
+    resolutions: dict[str, Resolution | None]
     shares: list["Job"]
-
-    def matrices(self) -> dict[str, Tensor]:
-        module = self.node.module
-        return self.kind.dequantized(module) if isinstance(module, self.kind.quantized) else self.kind.matrices(module)
 
 
 class Planner:
@@ -45,11 +50,12 @@ class Planner:
         self.resolver, self.config = resolver, resolver.config
         self.backend, self.on_unmatched = backend, on_unmatched
         self.nodes = walk(model)
-        if self._kind_of(model) is not None or _quantized_kind(model) is not None:
+        if _kind_of(model, "") is not None:
             raise ConfigError(
                 f"the model is itself one {type(model).__name__}, which can't swap itself; wrap it: "
                 "model = torch.nn.Sequential(model)"
             )
+        self.decisions = Decisions(resolver)
         self.roles = Roles(self.nodes)
         self.ties = tied_names(self.nodes)
         self.jobs: list[Job] = []
@@ -57,6 +63,7 @@ class Planner:
         self.unused_targets = dict.fromkeys(self.config.targets or ())
         self.unused_ignores = dict.fromkeys(self.config.ignore)
         self.only_unsupported: dict[str, str] = {}
+        self.inside: dict[int, str] = {}  # modules that are part of a layer, by id
 
     def plan(self) -> QuantizationPlan:
         rows = [row for node in self.nodes[1:] if (row := self._row(node)) is not None]
@@ -64,7 +71,7 @@ class Planner:
         self._check_patterns(rows)
         if self.problems:
             raise _one_error(self.problems)
-        replaced = {id(job.node.module) for job in self.jobs}
+        replaced = {id(held) for job in self.jobs for held in job.kind.held(job.node.module)}
         before, after = self._model_bytes(replaced)
         return QuantizationPlan(rows, before, after, self._large_parameters(replaced))
 
@@ -79,56 +86,56 @@ class Planner:
 
     def _row(self, node: Node) -> Row | None:
         module, names = node.module, _matched_names(node)
-        quantized = _quantized_kind(module)
-        kind = quantized or self._kind_of(module)
-        self._note_hits(names, module, supported=kind is not None)
+        if (layer := self.inside.get(id(module))) is not None:
+            self._note_hits(names, f"part of {layer}")
+            return None
+        kind = _kind_of(module, node.name)
+        if kind is ExpertListKind and not self.decisions.takes_list(names):
+            kind = None
+        self._note_hits(names, None if kind is not None else type(module).__name__)
         if kind is None:
             return self._row_of_other(node, names)
-        shapes = (
-            {"weight": (module.out_features, module.in_features)}
-            if quantized
-            else {n: tuple(t.shape) for n, t in kind.matrices(module).items()}
-        )
-        size = sum(t.nbytes for t in _own_tensors(module))
-        shape = next(iter(shapes.values())) if len(shapes) == 1 else tuple(shapes.values())
-        row = Row(node.name, kind.kind, shape, size, size, aliases=tuple(node.names[1:]))
-        resolution = self._resolve(names, kind.kind)
-        row.skipped = self._why_skipped(node, row, kind, quantized is not None, resolution)
+        held = kind.held(module)
+        self.inside.update((id(part), node.name) for part in held if part is not module)
+        size = sum(t.nbytes for part in held for t in _own_tensors(part))
+        row = Row(node.name, kind.kind, kind.row_shape(module), size, size)
+        row.aliases = tuple(node.names[1:])
+        answer = self._decide(names, kind, module)
+        row.skipped = self._why_skipped(node, row, kind, answer)
         if row.skipped is None:
-            self._fill(row, node, kind, shapes, resolution)
+            self._fill(row, node, kind, answer.resolutions)
         return row
 
-    def _resolve(self, names: list[str], kind: str) -> Resolution | None:
-        answers = {}
-        for name in names:
-            try:
-                answers[name] = self.resolver.resolve(name, kind)
-            except (ConfigError, UnsupportedError) as problem:
-                self.problems.append(problem)
-                return None
-        found = [a for a in answers.values() if a is not None]
-        distinct = {(a.weight, a.activation, a.hadamard_size) for a in found}
-        ignored = [name for name in names if answers[name] is None and self.resolver.is_ignored(name)]
-        if len(distinct) > 1 or (found and ignored):
-            listed = "; ".join(
-                f"{n}: {a or ('ignored' if n in ignored else 'not matched')}" for n, a in answers.items()
-            )
-            self.problems.append(ConfigError(f"one module has several names that get different specs: {listed}"))
-        return found[0] if found else None
+    def _decide(self, names: list[str], kind, module: nn.Module) -> Answer | None:
+        try:
+            answer = self.decisions.decide(names, kind, module)
+        except (ConfigError, UnsupportedError) as problem:
+            self.problems.append(problem)
+            return None
+        for pattern in answer.targets:
+            self.unused_targets.pop(pattern, None)
+        for pattern in answer.ignore:
+            self.unused_ignores.pop(pattern, None)
+        return answer
 
-    def _why_skipped(self, node: Node, row: Row, kind, quantized: bool, resolution: Resolution | None) -> str | None:
-        names = _matched_names(node)
+    def _why_skipped(self, node: Node, row: Row, kind, answer: Answer | None) -> str | None:
+        if answer is None:
+            return "in conflict"
+        resolution = combined(answer.resolutions)
+        if resolution is None and answer.ignored:
+            return "ignored"
         if resolution is None:
-            return self._why_unmatched(names, kind.kind)
+            return "not in targets" if self.config.targets is not None else f"no weight format for {kind.kind}"
         blanket = resolution.source != "targets"
-        if quantized:
-            module = node.module
-            now = (module.weight_key, module.activation, module.hadamard_size)
-            if now == (resolution.weight, resolution.activation, resolution.hadamard_size):
+        if kind.is_quantized(node.module):
+            now = kind.specs(node.module)
+            if all(r is None or now.get(name) == keys(r) for name, r in answer.resolutions.items()):
                 return "quantized to this spec already"
+            weight, activation, _ = next(iter(now.values()))
             if blanket:
-                return f"quantized already ({now[0]} x {now[1] or '16-bit'}); name it in targets to quantize it again"
-            row.notes.append(f"{row.name}: quantized again from its {now[0]} weight")
+                spec = f"{weight} x {activation or '16-bit'}"
+                return f"quantized already ({spec}); name it in targets to quantize it again"
+            row.notes.append(f"{row.name}: quantized again from its {weight} weight")
             return None
         if blanket and (reason := self.roles.reason(node)):
             return f"{reason}; name it in targets to quantize it"
@@ -136,43 +143,46 @@ class Planner:
             if blanket:
                 return reason
             self.problems.append(UnsupportedError(f"{row.name} can't be quantized: {reason}"))
-        elif 0 in (row.shape if kind.kind == "linear" else ()):
+        elif any(0 in shape for shape in kind.shapes(node.module).values()):
             return "it has no elements"
         return None
 
-    def _why_unmatched(self, names: list[str], kind: str) -> str:
-        try:
-            if any(self.resolver.is_ignored(name) for name in names):
-                return "ignored"
-        except ConfigError:
-            return "in conflict"
-        return "not in targets" if self.config.targets is not None else f"no weight format for {kind}"
-
-    def _fill(self, row: Row, node: Node, kind, shapes: dict[str, tuple], resolution: Resolution) -> None:
-        row.resolution = resolution
-        device = next((t.device.type for t in _own_tensors(node.module)), "cpu")
+    def _fill(self, row: Row, node: Node, kind, resolutions: dict[str, Resolution | None]) -> None:
+        row.resolution = combined(resolutions)
+        if len(set(resolutions.values())) > 1:
+            row.parts = resolutions
+        tensors = [t for held in kind.held(node.module) for t in _own_tensors(held)]
+        device = next((t.device.type for t in tensors), "cpu")
         device = torch.get_default_device().type if device == "meta" else device
-        operation = "moe" if kind.kind == "moe" else "linear"
-        try:
-            chosen = kernels.select(operation, resolution.weight, resolution.activation, device, self.backend)
-            row.backend = chosen.name
-        except UnsupportedError as problem:
-            self.problems.append(UnsupportedError(f"{row.name}: {problem}"))
-        for shape in shapes.values():
+        row.backend = self._backends(row.name, kind.operation, resolutions, device)
+        row.bytes_after = sum(t.nbytes for t in kind.kept(node.module))
+        notes = []
+        for name, shape in kind.shapes(node.module).items():
+            if (resolution := resolutions[name]) is None:
+                row.bytes_after += kind.nbytes(node.module, name)
+                continue
             self._check_hadamard(row.name, resolution, shape)
             padded = -(-shape[-1] // resolution.weight.column_multiple) * resolution.weight.column_multiple
             if padded != shape[-1]:
-                row.notes.append(f"K = {shape[-1]} is stored with zeros up to {padded} for {resolution.weight}")
+                notes.append(f"K = {shape[-1]} is stored with zeros up to {padded} for {resolution.weight}")
+            row.bytes_after += stored_nbytes(shape, resolution.weight)
         if (hint := self.resolver.hint(row.name)) is not None:
-            row.notes.append(hint)
+            notes.append(hint)
         tied = self.ties.get(id(node.module._parameters.get("weight")))
         if tied:
             others = ", ".join(name for name in tied if name != row.name)
-            row.notes.append(f"{row.name} was tied to {others}, which keeps the dense weight")
-        bias = node.module._parameters.get("bias") if kind.kind == "linear" else None
-        row.bytes_after = sum(stored_nbytes(s, resolution.weight) for s in shapes.values())
-        row.bytes_after += bias.nbytes if bias is not None else 0
-        self.jobs.append(Job(node, kind, row, []))
+            notes.append(f"{row.name} was tied to {others}, which keeps the dense weight")
+        row.notes += dict.fromkeys(notes)
+        self.jobs.append(Job(node, kind, row, resolutions, []))
+
+    def _backends(self, name: str, operation: str, resolutions: dict, device: str) -> str | None:
+        found: dict[str, None] = {}
+        for weight, activation in dict.fromkeys((r.weight, r.activation) for r in resolutions.values() if r):
+            try:
+                found[kernels.select(operation, weight, activation, device, self.backend).name] = None
+            except UnsupportedError as problem:
+                self.problems.append(UnsupportedError(f"{name}: {problem}"))
+        return " + ".join(found) or None
 
     def _check_hadamard(self, name: str, resolution: Resolution, shape: tuple) -> None:
         size = resolution.hadamard_size
@@ -208,16 +218,16 @@ class Planner:
         size = sum(t.nbytes for t in _own_tensors(module))
         return Row(node.name, "other", (), size, size, skipped=why, aliases=tuple(node.names[1:]))
 
-    def _note_hits(self, names: list[str], module: nn.Module, supported: bool) -> None:
+    def _note_hits(self, names: list[str], unsupported: str | None) -> None:
         for name in names:
             hits = self.resolver.hits(name)
             for pattern in hits.ignore:
                 self.unused_ignores.pop(pattern, None)
             for pattern in hits.targets:
-                if supported:
+                if unsupported is None:
                     self.unused_targets.pop(pattern, None)
                 else:
-                    self.only_unsupported.setdefault(pattern, f"{name} ({type(module).__name__})")
+                    self.only_unsupported.setdefault(pattern, f"{name} ({unsupported})")
 
     def _check_groups(self) -> None:
         """Shards of one group: rules on the fused name must agree, and NVFP4 shards share a global scale."""
@@ -251,9 +261,10 @@ class Planner:
                 self.problems.append(ConfigError(complaint))
             elif self.on_unmatched == "warn":
                 warnings.warn(complaint, stacklevel=5)
-        for pattern in self.unused_ignores:
-            everything = [name for node in self.nodes for name in node.names]
-            warnings.warn(f"ignore {pattern!r} matches no module{did_you_mean(pattern, everything)}", stacklevel=5)
+        everything = [name for node in self.nodes for name in node.names] if self.unused_ignores else []
+        for count, pattern in enumerate(self.unused_ignores):
+            hint = did_you_mean(pattern, everything) if count < _HINTS else ""  # a hint takes as long as a plan
+            warnings.warn(f"ignore {pattern!r} matches no module{hint}", stacklevel=5)
 
     def _model_bytes(self, replaced: set[int]) -> tuple[int, int]:
         before, after = {}, {}
@@ -274,17 +285,17 @@ class Planner:
                     found.setdefault(id(tensor), (fqn, type(node.module).__name__, tensor.nbytes))
         return list(found.values())
 
-    @staticmethod
-    def _kind_of(module: nn.Module):
-        return next((kind for kind in _KINDS if kind.recognises(module)), None)
 
-
-def _quantized_kind(module: nn.Module):
-    return next((kind for kind in _KINDS if isinstance(module, kind.quantized)), None)
+def _kind_of(module: nn.Module, name: str):
+    """How to handle a layer, quantized already or not; None for what is no layer."""
+    quantized = (kind for kind in _KINDS if kind.is_quantized(module))
+    return next(quantized, None) or next((kind for kind in _KINDS if kind.recognises(module, name)), None)
 
 
 def _matched_names(node: Node) -> list[str]:
     """The names that patterns are tested against: those of the model without its wrappers."""
+    if not any(wrapper in name for name in node.names for wrapper in _WRAPPERS):
+        return node.names
     names = (".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in node.names)
     return list(dict.fromkeys(names))
 

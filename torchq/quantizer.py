@@ -1,10 +1,12 @@
 """quantize_ and the Quantizer: resolve names, plan a model, swap its layers. The one place that swaps."""
 
+import contextlib
+import gc
 import logging
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +16,7 @@ from tqdm import tqdm
 from torchq import kernels
 from torchq.config import QuantizationConfig, as_config
 from torchq.errors import ConfigError
+from torchq.kernels import QuantizedTensor
 from torchq.plan import QuantizationPlan, QuantizationReport
 from torchq.planner import Job, OnUnmatched, Planner, why_nothing
 from torchq.resolution import Resolution, Resolver
@@ -74,12 +77,11 @@ class Quantizer:
 
         Raises one error that lists every layer that is wrong.
         """
-        return self._planner(model).plan()
+        return self._planned(model)[1]
 
     def quantize_(self, model: nn.Module, *, progress: bool = False, sqnr: bool = True) -> QuantizationReport:
         """Carry out the plan in place, layer by layer, freeing each dense weight as it goes."""
-        planner = self._planner(model)
-        plan = planner.plan()
+        planner, plan = self._planned(model)
         planner.check_materialised()
         report = QuantizationReport(plan.rows, plan.bytes_before, plan.bytes_after, plan.unquantized)
         _carry_out(model, report, planner.jobs, self.backend, progress, sqnr)
@@ -89,10 +91,24 @@ class Quantizer:
             logger.info("nothing to quantize: %s", why_nothing(plan.rows))
         return report
 
-    def _planner(self, model: nn.Module) -> Planner:
+    def _planned(self, model: nn.Module) -> tuple[Planner, QuantizationPlan]:
         mapping = self.fused_mapping or getattr(model, "packed_modules_mapping", None)
         resolver = self._resolver if mapping is self.fused_mapping else Resolver(self.config, mapping)
-        return Planner(resolver, model, self.backend, self.on_unmatched)
+        with _collector_paused():
+            planner = Planner(resolver, model, self.backend, self.on_unmatched)
+            return planner, planner.plan()
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    # A plan is all objects that stay; looking for garbage among them and the model's own takes a third of its time.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _carry_out(
@@ -119,25 +135,61 @@ def _carry_out(
 
 
 def _quantize_layer(model: nn.Module, job: Job, shared: dict[int, Tensor], backend: str, sqnr: bool) -> None:
-    resolution, row = job.row.resolution, job.row
+    row, module = job.row, job.node.module
     if job.shares and id(job) not in shared:
         scale = kernels.shared_global_scale(
-            _rotated(matrix, resolution.hadamard_size) for other in job.shares for matrix in other.matrices().values()
+            _rotated(matrix, other.row.resolution.hadamard_size)
+            for other in job.shares
+            for _, matrix in other.kind.matrices(other.node.module)
         )
         shared.update({id(other): scale for other in job.shares})
+    scales = dict.fromkeys(job.resolutions, shared.get(id(job))) | _scales_within(job)
     quantized, energy = {}, [0.0, 0.0]
-    for name, matrix in job.matrices().items():
-        matrix = _rotated(matrix, resolution.hadamard_size)
-        quantized[name], (signal, noise) = kernels.quantize_measured(
-            matrix, resolution.weight, global_scale=shared.get(id(job)), measure=sqnr
-        )
+    for name, matrix in job.kind.matrices(module):
+        if (resolution := job.resolutions[name]) is None:
+            continue
+        one = _quantize_stack if len(matrix.shape) == 3 else _quantize_matrix
+        quantized[name], (signal, noise) = one(matrix, resolution, scales[name], sqnr)
         energy = [energy[0] + signal, energy[1] + noise]
     row.sqnr = kernels.decibels(*energy) if sqnr else None
-    replacement = job.kind.build(job.node.module, quantized, resolution, backend)
-    kernels.announce(row.backend, row.kind, resolution.weight, resolution.activation)
+    replacement = job.kind.build(module, quantized, job.resolutions, backend)
+    for resolution in filter(None, job.resolutions.values()):
+        device = next(iter(quantized.values())).device.type
+        chosen = kernels.select(job.kind.operation, resolution.weight, resolution.activation, device, backend)
+        kernels.announce(chosen.name, row.kind, resolution.weight, resolution.activation)
     swap(job.node, replacement)
     for name in job.node.names:
         untie(model, name)
+
+
+def _scales_within(job: Job) -> dict[str, Tensor]:
+    """NVFP4 global scales that matrices of one layer share, by name."""
+    scales, module = {}, job.node.module
+    for group in job.kind.shares(module):
+        if (resolution := job.resolutions[group[0]]) is not None and resolution.weight.global_scale:
+            matrices = (m for name, m in job.kind.matrices(module) if name in group)
+            scale = kernels.shared_global_scale(_rotated(m, resolution.hadamard_size) for m in matrices)
+            scales.update(dict.fromkeys(group, scale))
+    return scales
+
+
+def _quantize_matrix(matrix: Tensor, resolution: Resolution, global_scale: Tensor | None, sqnr: bool):
+    matrix = _rotated(matrix, resolution.hadamard_size)
+    return kernels.quantize_measured(matrix, resolution.weight, global_scale=global_scale, measure=sqnr)
+
+
+def _quantize_stack(stack, resolution: Resolution, global_scale: Tensor | None, sqnr: bool):
+    """Quantize the matrices (N, K) of a stack of shape (E, N, K) one at a time, into one QuantizedTensor."""
+    stored, energy = {}, [0.0, 0.0]
+    for index in range(stack.shape[0]):
+        one, (signal, noise) = _quantize_matrix(stack[index], resolution, global_scale, sqnr)
+        for name in ("data", "scale", "global_scale"):
+            if (part := getattr(one, name)) is not None:
+                stored.setdefault(name, part.new_empty(stack.shape[0], *part.shape))[index] = part
+        energy = [energy[0] + signal, energy[1] + noise]
+    shape = torch.Size(stack.shape)
+    codes = stored["data"], stored["scale"], stored.get("global_scale")
+    return QuantizedTensor(*codes, resolution.weight, shape, one.scale_rounding), tuple(energy)
 
 
 def _rotated(matrix: Tensor, size: int | None) -> Tensor:

@@ -77,7 +77,7 @@ class Resolver:
             raise ConfigError(f"{name}: kind {kind!r} is not known; type 'linear' or 'moe'")
         ignored = self.is_ignored(name)
         if self.config.targets is None:
-            return None if ignored else self._resolution(name, kind, None)
+            return None if ignored else self.resolution(name, kind, None)
         pattern = self.target_of(name)
         if pattern is None:
             return None
@@ -86,7 +86,7 @@ class Resolver:
                 f"Layer {name} matches both quantization_config.ignore ({_quoted(self.hits(name).ignore)}) and "
                 f"quantization_config.targets ({pattern!r}); remove it from one of them"
             )
-        return self._resolution(name, kind, pattern)
+        return self.resolution(name, kind, pattern)
 
     def is_ignored(self, name: str) -> bool:
         """Whether ``ignore`` covers the layer. Raises ``ConfigError`` when it covers only some of its shards."""
@@ -136,7 +136,8 @@ class Resolver:
                     )
         return None
 
-    def _resolution(self, name: str, kind: Kind, pattern: str | None) -> Resolution | None:
+    def resolution(self, name: str, kind: Kind, pattern: str | None) -> Resolution | None:
+        """What the value of one pattern of ``targets``, or else the field of that kind, means for the layer."""
         key = (pattern, kind)
         if key not in self._resolutions:
             value = getattr(self.config, kind) if pattern is None else self.config.targets[pattern]

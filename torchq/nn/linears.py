@@ -1,5 +1,7 @@
 """Which modules are linear layers, and how their weight reads as (out_features, in_features)."""
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -70,29 +72,64 @@ def _is_transposed(module: nn.Module) -> bool | None:
 class LinearKind:
     """How the quantizer treats the layers of kind ``linear``: one matrix, ``weight``."""
 
-    kind = "linear"
-    quantized = QuantLinear
-    recognises = staticmethod(is_linear)
+    kind = operation = "linear"
     problem = staticmethod(why_not_replaceable)
 
     @staticmethod
-    def matrices(module: nn.Module) -> dict[str, Tensor]:
-        """The dense matrices of a layer, by name, as (..., N, K) views."""
-        return {"weight": linear_weight(module)}
+    def recognises(module: nn.Module, name: str) -> bool:
+        """Whether the module is a layer of this kind, not quantized yet."""
+        return is_linear(module)
 
     @staticmethod
-    def dequantized(module: QuantLinear) -> dict[str, Tensor]:
-        """The dense matrices of a layer that is quantized already."""
-        return {"weight": module.dequantize(torch.float32)}
+    def is_quantized(module: nn.Module) -> bool:
+        """Whether the module is a layer of this kind that is quantized already."""
+        return isinstance(module, QuantLinear)
 
     @staticmethod
-    def build(module: nn.Module, matrices: dict[str, QuantizedTensor], resolution, backend: str) -> QuantLinear:
+    def held(module: nn.Module) -> list[nn.Module]:
+        """The modules whose parameters and buffers are those of the layer."""
+        return [module]
+
+    @staticmethod
+    def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+        """The (N, K) of each matrix by name."""
+        return {"weight": tuple(module.shape if isinstance(module, QuantLinear) else linear_weight(module).shape)}
+
+    @staticmethod
+    def row_shape(module: nn.Module) -> tuple[int, ...]:
+        """The shape to report the layer by."""
+        return LinearKind.shapes(module)["weight"]
+
+    @staticmethod
+    def matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The dense matrices (N, K) by name, one at a time: views, or what a quantized layer dequantizes to."""
+        quantized = isinstance(module, QuantLinear)
+        yield "weight", module.dequantize(torch.float32) if quantized else linear_weight(module)
+
+    @staticmethod
+    def specs(module: QuantLinear) -> dict[str, tuple]:
+        """What each matrix of a quantized layer is quantized to, as (weight, activation, hadamard_size)."""
+        return {"weight": module.spec}
+
+    @staticmethod
+    def kept(module: nn.Module) -> list[Tensor]:
+        """The tensors that the layer keeps as they are: its bias."""
+        return [] if module.bias is None else [module.bias]
+
+    @staticmethod
+    def shares(module: nn.Module) -> list[list[str]]:
+        """Groups of the layer's matrices that share an NVFP4 global scale."""
+        return []
+
+    @staticmethod
+    def build(module: nn.Module, matrices: Mapping[str, QuantizedTensor], resolutions: Mapping, backend: str):
         """The quantized layer that takes the place of ``module``."""
+        to = resolutions["weight"]
         return QuantLinear(
             matrices["weight"],
             module.bias,
-            activation=resolution.activation,
-            hadamard_size=resolution.hadamard_size,
-            dtype=module._reads_as.dtype if isinstance(module, QuantLinear) else module.weight.dtype,
+            activation=to.activation,
+            hadamard_size=to.hadamard_size,
+            dtype=module.weight_dtype if isinstance(module, QuantLinear) else module.weight.dtype,
             backend=backend,
         )

@@ -52,6 +52,16 @@ class QuantizedWeight(nn.Module):
         return self._dequantized(self.quantized, dtype)
 
     @property
+    def spec(self) -> tuple[QuantKey, QuantKey | None, int | None]:
+        """The weight key, the activation key and the size of the rotation."""
+        return self.weight_key, self.activation, self.hadamard_size
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype that ``weight`` reads as."""
+        return self._reads_as.dtype
+
+    @property
     def weight(self) -> Tensor:
         """The dequantized weight, for model code that reads ``.weight``. A copy: writing to it has no effect."""
         return self.dequantize()
@@ -77,8 +87,11 @@ class QuantizedWeight(nn.Module):
     def _apply(self, fn, recurse=True):
         kept = {name: self._buffers[name] for name in STORED.values() if self._buffers[name] is not None}
         self._buffers.update(dict.fromkeys(kept))
-        super()._apply(fn, recurse)
-        self._buffers.update({name: _apply_keeping_dtype(fn, tensor) for name, tensor in kept.items()})
+        try:
+            super()._apply(fn, recurse)
+            kept = {name: _apply_keeping_dtype(fn, tensor) for name, tensor in kept.items()}
+        finally:  # as it was where fn raises: out of memory, no such device
+            self._buffers.update(kept)
         return self
 
     def __getstate__(self) -> dict:
