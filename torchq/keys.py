@@ -77,6 +77,10 @@ class QuantKey:
         group = tuple(self.group)
         if len(group) != 2 or any(type(g) is not int or (g < 1 and g != WHOLE) for g in group):
             raise ConfigError(f"QuantKey group {self.group!r} is not a pair of positive sizes (or {WHOLE} for all)")
+        if WHOLE in group and group not in ((1, WHOLE), (WHOLE, WHOLE)):
+            raise ConfigError(
+                f"QuantKey group {self.group!r} is not known; a row is (1, {WHOLE}), a matrix ({WHOLE}, {WHOLE})"
+            )
         if self.element == "e2m1" and self.scale == "f32":
             raise ConfigError("QuantKey e2m1 goes with an e8m0 or e4m3 scale, not f32")
         if self.element.startswith("int") and self.scale != "f32":
@@ -154,6 +158,8 @@ def _parse_spelled_out(text: str) -> QuantKey:
             f"quantization key {text!r} can't be read; write element/scale/rowsxcolumns[/global]/static|dynamic, "
             "for example 'e4m3/f32/1x64/dynamic'"
         ) from None
+    if when == "dynamic" and rows > 1:
+        raise ConfigError(f"quantization key {text!r} shares scales among {rows} tokens; write 1x{columns} or *x*")
     return QuantKey(element, scale, (rows, columns), *(global_scale or [None]), dynamic=when == "dynamic")
 
 

@@ -85,6 +85,9 @@ def test_role_decides_what_a_name_means(name, weight, activation):
         ("e4m3/e8m0/1x*/static", "groups of fixed size"),
         ("e4m3/f32/1x64/tensor/static", "no global scale"),
         ("int4/f32/1x33/static", "an even number of columns"),
+        ("e4m3/f32/*x64/static", "QuantKey group (-1, 64) is not known; a row is (1, -1), a matrix (-1, -1)"),
+        ("int8/f32/32x*/static", "QuantKey group (32, -1) is not known"),
+        ("e4m3/f32/4x64/dynamic", "'e4m3/f32/4x64/dynamic' shares scales among 4 tokens; write 1x64 or *x*"),
     ],
 )
 def test_bad_name_says_what_to_type(name, text):
@@ -100,10 +103,11 @@ def test_bad_role_says_what_to_type():
 
 @given(
     st.sampled_from(["e4m3", "int8"]),
-    st.tuples(st.integers(1, 300) | st.just(WHOLE), st.integers(1, 300) | st.just(WHOLE)),
+    st.tuples(st.integers(1, 300), st.integers(1, 300)) | st.sampled_from([(1, WHOLE), (WHOLE, WHOLE)]),
     st.booleans(),
 )
 def test_key_without_a_name_spells_its_parts(element, group, dynamic):
+    group = (1, group[1]) if dynamic and group[0] > 1 else group
     key = QuantKey(element, "f32", group, dynamic=dynamic)
     assert QuantKey.from_name(str(key), "activation" if dynamic else "weight") == key
 
