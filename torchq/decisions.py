@@ -8,7 +8,7 @@ from torchq.errors import ConfigError
 from torchq.nn.expert_lists import ExpertListKind, expert_linears
 from torchq.nn.experts import MoeKind
 from torchq.parts import Answer, PartRules
-from torchq.resolution import Resolution, Resolver
+from torchq.resolution import Hits, Resolution, Resolver
 
 
 class Decisions:
@@ -29,8 +29,8 @@ class Decisions:
             )
             raise ConfigError(f"one module has several names that get different specs: {listed}")
         first = next(iter((found or answers).values()))
-        targets, ignore = (frozenset().union(*sets) for sets in zip(*(a[2:] for a in answers.values()), strict=True))
-        return Answer(first.resolutions, any(a.ignored for a in answers.values()), targets, ignore)
+        hits = Hits(*(frozenset().union(*sets) for sets in zip(*(a.hits for a in answers.values()), strict=True)))
+        return Answer(first.resolutions, any(a.ignored for a in answers.values()), hits)
 
     def takes_list(self, names: list[str]) -> bool:
         """Whether a rule treats a container of experts as one layer; else its linears are layers of their own."""
@@ -63,7 +63,7 @@ class Decisions:
                 )
             whole = None
         is_ignored = whole is None and (bool(ignored) or self._resolver.is_ignored(name))
-        return Answer(dict.fromkeys(linears, whole), is_ignored, frozenset(), frozenset().union(*hits))
+        return Answer(dict.fromkeys(linears, whole), is_ignored, Hits(frozenset(), frozenset().union(*hits)))
 
 
 def keys(resolution: Resolution) -> tuple:

@@ -16,7 +16,7 @@ import regex
 
 from torchq.errors import ConfigError
 from torchq.matching import pattern_set
-from torchq.resolution import Resolution, Resolver
+from torchq.resolution import Hits, Resolution, Resolver
 from torchq.spec import meanings
 
 # The rows of each projection, with the names of one expert's: a checkpoint's and Mixtral's.
@@ -32,8 +32,7 @@ class Answer(NamedTuple):
 
     resolutions: dict[str, Resolution | None]
     ignored: bool
-    targets: frozenset[str] = frozenset()
-    ignore: frozenset[str] = frozenset()
+    hits: Hits = Hits(frozenset(), frozenset())
 
 
 class PartRules:
@@ -71,7 +70,7 @@ class PartRules:
                         f"the {projection} projection of {name} matches both quantization_config.ignore and "
                         f"quantization_config.targets ({pattern!r}); remove it from one of them"
                     )
-        return Answer(answers, some_ignored, frozenset(targeted), frozenset(ignored))
+        return Answer(answers, some_ignored, Hits(frozenset(targeted), frozenset(ignored)))
 
     def _all_ignored(self, name: str, experts: int, rows: tuple[str, ...], hits: Hit) -> bool:
         covered = frozenset().union(*hits.values())

@@ -10,21 +10,22 @@ from torch import Tensor, nn
 
 from torchq import kernels
 from torchq.decisions import Decisions, combined, keys
-from torchq.errors import ConfigError, UnsupportedError, did_you_mean
+from torchq.errors import ConfigError, UnsupportedError
 from torchq.keys import stored_nbytes
 from torchq.nn.expert_lists import ExpertListKind
 from torchq.nn.experts import MoeKind
 from torchq.nn.linears import LinearKind, left_alone
 from torchq.parts import Answer
 from torchq.plan import LARGE, QuantizationPlan, Row
-from torchq.resolution import Resolution, Resolver
+from torchq.resolution import Hits, Resolution, Resolver
 from torchq.roles import Roles
+from torchq.shared_experts import note_fusion
 from torchq.ties import tied_names
 from torchq.transforms.tree import Node, walk
+from torchq.usage import PatternUse
 
 OnUnmatched = Literal["error", "warn", "ignore"]
 _KINDS = (LinearKind, MoeKind, ExpertListKind)
-_HINTS = 5
 # What wrappers add to a name: torch.compile, activation checkpointing, low-rank adapters.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 
@@ -60,15 +61,17 @@ class Planner:
         self.ties = tied_names(self.nodes)
         self.jobs: list[Job] = []
         self.problems: list[Exception] = []
-        self.unused_targets = dict.fromkeys(self.config.targets or ())
-        self.unused_ignores = dict.fromkeys(self.config.ignore)
-        self.only_unsupported: dict[str, str] = {}
+        self.use = PatternUse(resolver)
         self.inside: dict[int, str] = {}  # modules that are part of a layer, by id
 
     def plan(self) -> QuantizationPlan:
         rows = [row for node in self.nodes[1:] if (row := self._row(node)) is not None]
         self._check_groups()
         self._check_patterns(rows)
+        by_name = {row.name: row for row in rows}
+        for job in self.jobs if not self.problems else ():
+            if job.kind is MoeKind:
+                note_fusion(job.node, job.row, by_name)
         if self.problems:
             raise _one_error(self.problems)
         replaced = {id(held) for job in self.jobs for held in job.kind.held(job.node.module)}
@@ -87,12 +90,12 @@ class Planner:
     def _row(self, node: Node) -> Row | None:
         module, names = node.module, _matched_names(node)
         if (layer := self.inside.get(id(module))) is not None:
-            self._note_hits(names, f"part of {layer}")
+            self.use.note(names, f"part of {layer}")
             return None
         kind = _kind_of(module, node.name)
         if kind is ExpertListKind and not self.decisions.takes_list(names):
             kind = None
-        self._note_hits(names, None if kind is not None else type(module).__name__)
+        self.use.note(names, None if kind is not None else type(module).__name__)
         if kind is None:
             return self._row_of_other(node, names)
         held = kind.held(module)
@@ -112,10 +115,7 @@ class Planner:
         except (ConfigError, UnsupportedError) as problem:
             self.problems.append(problem)
             return None
-        for pattern in answer.targets:
-            self.unused_targets.pop(pattern, None)
-        for pattern in answer.ignore:
-            self.unused_ignores.pop(pattern, None)
+        self.use.count(answer.hits)
         return answer
 
     def _why_skipped(self, node: Node, row: Row, kind, answer: Answer | None) -> str | None:
@@ -201,7 +201,7 @@ class Planner:
         literal = next((name for name in names if name in targets), None)
         why = left_alone(module)
         if literal is not None and not any(slot in _WRAPPERS for slot in module._modules):
-            self.unused_targets.pop(literal, None)
+            self.use.count(Hits(frozenset((literal,)), frozenset()))
             inside = f"; to mean the layers inside, type {literal + '.*'!r}" if module._modules else ""
             self.problems.append(
                 UnsupportedError(
@@ -217,17 +217,6 @@ class Planner:
             why = f"matched by targets, but {why or f'quantization is not supported for {cls}'}"
         size = sum(t.nbytes for t in _own_tensors(module))
         return Row(node.name, "other", (), size, size, skipped=why, aliases=tuple(node.names[1:]))
-
-    def _note_hits(self, names: list[str], unsupported: str | None) -> None:
-        for name in names:
-            hits = self.resolver.hits(name)
-            for pattern in hits.ignore:
-                self.unused_ignores.pop(pattern, None)
-            for pattern in hits.targets:
-                if unsupported is None:
-                    self.unused_targets.pop(pattern, None)
-                else:
-                    self.only_unsupported.setdefault(pattern, f"{name} ({unsupported})")
 
     def _check_groups(self) -> None:
         """Shards of one group: rules on the fused name must agree, and NVFP4 shards share a global scale."""
@@ -246,13 +235,7 @@ class Planner:
                     job.shares = job.shares or jobs
 
     def _check_patterns(self, rows: list[Row]) -> None:
-        names = [row.name for row in rows if row.kind != "other"]
-        complaints = []
-        for pattern in self.unused_targets:
-            if (where := self.only_unsupported.get(pattern)) is not None:
-                complaints.append(f"target {pattern!r} matches only modules that can't be quantized, such as {where}")
-            else:
-                complaints.append(f"target {pattern!r} matches no layer{did_you_mean(pattern, names)}")
+        complaints = self.use.unused_targets(row.name for row in rows if row.kind != "other")
         if not complaints and not self.problems and not any(row.skipped is None for row in rows):
             if not any("already" in row.skipped for row in rows):
                 complaints.append(f"the config quantizes nothing in this model: {why_nothing(rows)}")
@@ -261,10 +244,8 @@ class Planner:
                 self.problems.append(ConfigError(complaint))
             elif self.on_unmatched == "warn":
                 warnings.warn(complaint, stacklevel=5)
-        everything = [name for node in self.nodes for name in node.names] if self.unused_ignores else []
-        for count, pattern in enumerate(self.unused_ignores):
-            hint = did_you_mean(pattern, everything) if count < _HINTS else ""  # a hint takes as long as a plan
-            warnings.warn(f"ignore {pattern!r} matches no module{hint}", stacklevel=5)
+        for complaint in self.use.unused_ignores(name for node in self.nodes for name in node.names):
+            warnings.warn(complaint, stacklevel=5)
 
     def _model_bytes(self, replaced: set[int]) -> tuple[int, int]:
         before, after = {}, {}
