@@ -83,11 +83,15 @@ class Decoder {
 
 // ---- scales of a row's groups, as the kernels below take them ----
 
-// OUTER: none, the row's factor is all. PER_32: f32, one for every 32 columns. PER_16: bf16, one for every 16 (NVFP4).
-enum Grouping { OUTER, PER_32, PER_16 };
+// PLAIN: none, the row's outer factor is all. Multiplied into the sums of a group: PER_32, f32 for every 32 columns;
+// PER_16, bf16 for every 16 (NVFP4). Multiplied into the weights, where that is exact: POWERS (MX) and BLOCKS (NVFP4).
+enum Scaling { PLAIN, PER_32, PER_16, POWERS, BLOCKS };
 
-inline Grouping grouping(const Format& f) {
-  return f.group_columns == 0 ? OUTER : f.group_columns == 16 ? PER_16 : PER_32;
+inline Scaling of_sums(const Format& f) { return f.group_columns == 0 ? PLAIN : f.group_columns == 16 ? PER_16 : PER_32; }
+
+inline Scaling of_weights(const Format& f) {
+  Scaling s = of_sums(f);
+  return f.scale == SCALE_E8M0 ? POWERS : s == PER_16 ? BLOCKS : s;
 }
 
 inline bool has_bf16_kernel(const Format& f) {
@@ -144,151 +148,172 @@ struct SpreadPer16 {
   }
 };
 
+// What to add to the bits of a row's bf16 values, for every 32 columns; `out` has room for 64 columns more than the row.
+// False where a scale could take some code out of bf16's normal numbers.
+inline bool exponents_per_32(const Quantized& w, int64_t matrix, int64_t row, int16_t* out) {
+  const uint8_t* scale = (const uint8_t*)w.row_scale(matrix, row);
+  const int low = w.format.element == E2M1 ? 2 : 10, high = w.format.element == E2M1 ? 252 : 246;
+  int odd = 0;
+  for (int64_t g = 0; g < w.scale_columns; g++) odd |= (scale[g] < low) | (scale[g] > high);
+  if (odd) return false;
+  if (w.spans == 1)
+    for (int64_t g = 0; g < w.scale_columns; g++) out[g] = int16_t((scale[g] - 127) * 128);
+  else
+    for (int64_t g = 0; g < w.scale_columns * w.spans; g++) out[g] = int16_t((scale[g / w.spans] - 127) * 128);
+  out[w.scale_columns * w.spans] = 0;  // the odd half of the last 64 columns
+  return true;
+}
+
+inline __m512i times_power(__m512i values, int16_t exponent) {
+  // Zeros and NaN stay as they are: their bits, less one and without the sign, are not below those of NaN.
+  const __m512i one = _mm512_set1_epi16(1), below = _mm512_set1_epi16(0x7fbf);
+  __m512i magnitude = _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
+  __mmask32 scaled = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, one), below);
+  return _mm512_mask_add_epi16(values, scaled, values, _mm512_set1_epi16(exponent));
+}
+
+// bf16 values of 64 codes, with the scales in where S says so. `prepared`: exponents_per_32 or scales_per_16 of the row.
+template <Element E, Scaling S>
+class Values {
+ public:
+  explicit Values(const void* prepared) : exponent_((const int16_t*)prepared), block_((const uint16_t*)prepared) {
+    if constexpr (S == BLOCKS) as_f32_ = _mm512_cvtpbh_ps((__m256bh)_mm512_castsi512_si256(decode_.table()));
+  }
+
+  Pair operator()(const char* codes, int64_t k) const {
+    if constexpr (S == POWERS && E == E2M1) {
+      return {scaled_table(codes, exponent_[k / 32]), scaled_table(codes + 16, exponent_[k / 32 + 1])};
+    } else if constexpr (S == POWERS) {
+      Pair p = decode_(codes);
+      return {times_power(p.a, exponent_[k / 32]), times_power(p.b, exponent_[k / 32 + 1])};
+    } else if constexpr (S == BLOCKS) {
+      return {two_tables(codes, block_ + k / 16), two_tables(codes + 16, block_ + k / 16 + 2)};
+    } else {
+      return decode_(codes);
+    }
+  }
+
+ private:
+  __m512i scaled_table(const char* codes, int16_t exponent) const {
+    const __m512i table = decode_.table();  // all its entries but the two zeros take the exponent
+    return _mm512_permutexvar_epi16(Decoder<E>::nibbles(codes),
+                                    _mm512_mask_add_epi16(table, 0xfefefefe, table, _mm512_set1_epi16(exponent)));
+  }
+
+  // Two groups have a table each, of 16 products; bit 4 of the index says which.
+  __m512i two_tables(const char* codes, const uint16_t* scale) const {
+    auto times = [&](uint16_t s) { return as_f32_ * _mm512_set1_ps(bit_cast<float>(uint32_t(s) << 16)); };
+    const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    __m512i table = (__m512i)_mm512_cvtne2ps_pbh(times(scale[1]), times(scale[0]));
+    __m512i index = _mm512_ternarylogic_epi32(Decoder<E>::nibbles(codes), _mm512_set1_epi16(15), upper, 0xea);
+    return _mm512_permutexvar_epi16(index, table);  // index = (nibble & 15) | upper
+  }
+
+  const Decoder<E> decode_;
+  const int16_t* exponent_;
+  const uint16_t* block_;
+  __m512 as_f32_;
+};
+
+// Calls f(codes, first column, u) for every 64 columns of a row, u counting through 0 .. UNROLL - 1; a partial end comes
+// as a copy with zeros after it, whose values meet zeros of x.
+template <Element E, int UNROLL, class F>
+inline void for_every_64(const Quantized& w, const char* codes, F f) {
+  constexpr int64_t bytes = Decoder<E>::bytes;
+  constexpr int64_t ahead = 4096;  // bytes to prefetch: the hardware's prefetcher stops at pages
+  int64_t at = 0;
+  for (; at + UNROLL * bytes <= w.row_bytes; at += UNROLL * bytes) {
+#pragma GCC unroll 8
+    for (int u = 0; u < UNROLL; u++) {
+      if (UNROLL == 1 || u * bytes % 64 == 0) _mm_prefetch(codes + at + u * bytes + ahead, _MM_HINT_T0);
+      f(codes + at + u * bytes, (at + u * bytes) / bytes * 64, u);
+    }
+  }
+  for (; at + bytes <= w.row_bytes; at += bytes) f(codes + at, at / bytes * 64, 0);
+  if (at < w.row_bytes) {
+    alignas(64) char tail[64] = {};
+    memcpy(tail, codes + at, w.row_bytes - at);
+    f(tail, at / bytes * 64, 0);
+  }
+}
+
 // ---- few rows of x: decode in registers, one pass over the codes ----
 
-// sums[m * pitch] = dot products of one row of weights and MB rows of x, without the outer factor. x is padded with zeros
-// to a multiple of 64 columns. Rows are read one after the other, as one stream: memory is what limits this.
-template <Element E, Grouping G, int MB>
+// sums[m * pitch] = dot products of one row of weights and MB rows of x (the last one again past `rows`), without the
+// outer factor. Rows are read one after the other, as one stream: memory is what limits this.
+template <Element E, Scaling S, int MB>
 [[gnu::noinline]] void stream_row(const Quantized& w, int64_t matrix, int64_t row, const uint16_t* x, int64_t ldx,
-                                  float* sums, int64_t pitch, float* scratch) {
-  constexpr int UNROLL = MB == 1 ? 4 : 2;  // independent sums, as many as hide the latency of an addition
-  constexpr int64_t ahead = 4096;          // bytes to prefetch: the hardware's prefetcher stops at pages
-  const Decoder<E> decode;
+                                  int64_t rows, float* sums, int64_t pitch, void* scratch) {
+  constexpr int UNROLL = MB == 1 ? 4 : MB == 8 ? 1 : 2;  // enough independent sums to hide an addition's latency
   const SpreadPer16 spread;
-  const int64_t row_bytes = w.row_bytes;
-  const char* codes = w.row_data(matrix * w.rows + row);
-  const float* per_32 = scratch;
+  const float* per_32 = nullptr;
   const uint16_t* per_16 = (const uint16_t*)scratch;
-  if constexpr (G == PER_32) per_32 = scales_per_32(w, matrix, row, scratch);
-  if constexpr (G == PER_16) scales_per_16(w, matrix, row, Decoder<E4M3>(), (uint16_t*)scratch);
-  vf acc[MB][UNROLL] = {};
-  auto step = [&](const char* at, int64_t k, int u) __attribute__((always_inline)) {
-    Pair p = decode(at);
+  if constexpr (S == PER_32) per_32 = scales_per_32(w, matrix, row, (float*)scratch);
+  if constexpr (S == PER_16 || S == BLOCKS) scales_per_16(w, matrix, row, Decoder<E4M3>(), (uint16_t*)scratch);
+  const Values<E, S> values(scratch);
+  const uint16_t* from[MB];
+  for (int m = 0; m < MB; m++) from[m] = x + (m < rows ? m : rows - 1) * ldx;
+  vf acc[MB][2 * UNROLL] = {};
+  for_every_64<E, UNROLL>(w, w.row_data(matrix * w.rows + row), [&](const char* codes, int64_t k, int u) {
+    Pair p = values(codes, k);
     vf scale[2];
-    if constexpr (G == PER_32) {
+    if constexpr (S == PER_32) {
       scale[0] = splat(per_32[k / 32]);
       scale[1] = splat(per_32[k / 32 + 1]);
     }
-    if constexpr (G == PER_16) {
+    if constexpr (S == PER_16) {
       __m512i four = _mm512_set1_epi64(load<int64_t>(per_16 + k / 16));
       scale[0] = SpreadPer16::spread(spread.first, four);
       scale[1] = SpreadPer16::spread(spread.second, four);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < MB; m++) {
-      __m512bh x0 = DotBF16::load_x(x + m * ldx + k), x1 = DotBF16::load_x(x + m * ldx + k + 32);
-      if constexpr (G == OUTER) {
-        acc[m][u] = _mm512_dpbf16_ps(acc[m][u], (__m512bh)p.a, x0);
-        acc[m][u] = _mm512_dpbf16_ps(acc[m][u], (__m512bh)p.b, x1);
+      __m512bh x0 = DotBF16::load_x(from[m] + k), x1 = DotBF16::load_x(from[m] + k + 32);
+      vf &sum0 = acc[m][2 * u], &sum1 = acc[m][2 * u + 1];
+      if constexpr (S == PER_32 || S == PER_16) {
+        sum0 = fma(_mm512_dpbf16_ps(vf{}, (__m512bh)p.a, x0), scale[0], sum0);
+        sum1 = fma(_mm512_dpbf16_ps(vf{}, (__m512bh)p.b, x1), scale[1], sum1);
       } else {
-        acc[m][u] = fma(_mm512_dpbf16_ps(vf{}, (__m512bh)p.a, x0), scale[0], acc[m][u]);
-        acc[m][u] = fma(_mm512_dpbf16_ps(vf{}, (__m512bh)p.b, x1), scale[1], acc[m][u]);
+        sum0 = _mm512_dpbf16_ps(sum0, (__m512bh)p.a, x0);
+        sum1 = _mm512_dpbf16_ps(sum1, (__m512bh)p.b, x1);
       }
     }
-  };
-  constexpr int64_t bytes = Decoder<E>::bytes;
-  int64_t at = 0;
-  for (; at + UNROLL * bytes <= row_bytes; at += UNROLL * bytes) {
-#pragma GCC unroll 8
-    for (int u = 0; u < UNROLL; u++) {
-      if (u * bytes % 64 == 0) _mm_prefetch(codes + at + u * bytes + ahead, _MM_HINT_T0);
-      step(codes + at + u * bytes, (at + u * bytes) / bytes * 64, u);
-    }
-  }
-  for (; at + bytes <= row_bytes; at += bytes) step(codes + at, at / bytes * 64, 0);
-  if (at < row_bytes) {
-    alignas(64) char tail[64] = {};  // stray codes meet zeros of x
-    memcpy(tail, codes + at, row_bytes - at);
-    step(tail, at / bytes * 64, 0);
-  }
+  });
 #pragma GCC unroll 8
   for (int m = 0; m < MB; m++) {
     vf sum = acc[m][0];
-    for (int u = 1; u < UNROLL; u++) sum += acc[m][u];
+    for (int u = 1; u < 2 * UNROLL; u++) sum += acc[m][u];
     sums[m * pitch] = sum_lanes(sum);
   }
 }
 
 // ---- many rows of x: a tile of weights as bf16 ----
 
-// Whether a code times its scale stays among bf16's normal numbers for every scale byte of the row and every code.
-inline bool bakes(const Quantized& w, int64_t matrix, int64_t row) {
-  const uint8_t* scale = (const uint8_t*)w.row_scale(matrix, row);
-  int low = w.format.element == E2M1 ? 2 : 10, high = w.format.element == E2M1 ? 252 : 246;
-  bool ok = true;
-  for (int64_t g = 0; g < w.scale_columns; g++) ok &= scale[g] >= low && scale[g] <= high;
-  return ok;
-}
-
-inline __m512i times_power(__m512i values, uint8_t byte) {
-  // Zeros and NaN stay as they are: their bits, less one and without the sign, are not below those of NaN.
-  const __m512i one = _mm512_set1_epi16(1), below = _mm512_set1_epi16(0x7fbf);
-  __m512i magnitude = _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
-  __mmask32 scaled = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, one), below);
-  return _mm512_mask_add_epi16(values, scaled, values, _mm512_set1_epi16(int16_t((byte - 127) * 128)));
-}
-
-// A row to bf16, without the outer factor and without PER_32 scales that are not powers of two; zeros or stray values
-// (that meet zeros of x) up to a multiple of 64 columns.
-template <Element E>
-[[gnu::noinline]] void decode_row_bf16(const Quantized& w, int64_t matrix, int64_t row, float* scratch, uint16_t* out) {
-  const Decoder<E> decode;
-  const int64_t row_bytes = w.row_bytes;
-  const char* codes = w.row_data(matrix * w.rows + row);
-  const uint8_t* scale = (const uint8_t*)w.row_scale(matrix, row);
-  const int64_t per_scale = w.format.group_columns;
-  const bool power = w.format.scale == SCALE_E8M0;
-  auto store_pair = [&](int64_t k, Pair p) {
-    _mm512_storeu_si512(out + k, p.a);
-    _mm512_storeu_si512(out + k + 32, p.b);
-  };
-  if (power && !bakes(w, matrix, row)) {
-    int64_t end = (w.columns + 63) / 64 * 64, chunk = per_scale;
+// A row to bf16, without the outer factor and PER_32 scales; stray values that meet zeros of x up to 64 columns.
+template <Element E, Scaling S>
+[[gnu::noinline]] void decode_row(const Quantized& w, int64_t matrix, int64_t row, void* scratch, uint16_t* out) {
+  if (S == POWERS && !exponents_per_32(w, matrix, row, (int16_t*)scratch)) {
+    int64_t end = (w.columns + 63) / 64 * 64, chunk = w.format.group_columns;
+    for (int64_t k = 0; k < end; k++) out[k] = 0;
     for (int64_t k = 0; k < w.columns; k += chunk) {
-      decode_columns<E>(w, matrix, row, k, chunk, scratch);
-      narrow<BF16>(scratch, chunk < end - k ? chunk : end - k, (char*)(out + k));
+      decode_columns<E>(w, matrix, row, k, chunk, (float*)scratch);
+      narrow<BF16>((float*)scratch, chunk < end - k ? chunk : end - k, (char*)(out + k));
     }
-    for (int64_t k = w.format.padded(w.columns); k < end; k++) out[k] = 0;
     return;
   }
-  const Decoder<E4M3> decode_scale;
-  uint16_t* scales16 = (uint16_t*)scratch;
-  if (grouping(w.format) == PER_16) scales_per_16(w, matrix, row, decode_scale, scales16);
-  const SpreadPer16 spread;
-  const __m512 values16 =
-      _mm512_cvtpbh_ps((__m256bh)_mm512_castsi512_si256(decode.table()));  // of the 4-bit codes, as f32
-  for (int64_t k = 0, at = 0; at < row_bytes; k += 64, at += decode.bytes) {
-    alignas(64) char tail[64] = {};
-    const char* from = codes + at;
-    if (at + decode.bytes > row_bytes) memcpy(tail, from, row_bytes - at), from = tail;
-    if constexpr (E == E2M1) {
-      if (grouping(w.format) == PER_16) {
-        // Two groups have a table each, of 16 products; bit 4 of the index says which.
-        auto scaled = [&](const char* p, const uint16_t* s) {
-          auto times = [&](uint16_t b) { return values16 * _mm512_set1_ps(bit_cast<float>(uint32_t(b) << 16)); };
-          const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-          __m512i table = (__m512i)_mm512_cvtne2ps_pbh(times(s[1]), times(s[0]));
-          __m512i index = _mm512_ternarylogic_epi32(Decoder<E>::nibbles(p), _mm512_set1_epi16(15), upper, 0xea);
-          return _mm512_permutexvar_epi16(index, table);  // index = (nibble & 15) | upper
-        };
-        store_pair(k, {scaled(from, scales16 + k / 16), scaled(from + 16, scales16 + k / 16 + 2)});
-        continue;
-      }
-    }
-    Pair p = decode(from);
-    if (power) {
-      int64_t last = w.scale_columns - 1, next = (k + 32) / per_scale;
-      p.a = times_power(p.a, scale[k / per_scale]);
-      p.b = times_power(p.b, scale[next < last ? next : last]);
-    }
-    store_pair(k, p);
-  }
+  if constexpr (S == BLOCKS) scales_per_16(w, matrix, row, Decoder<E4M3>(), (uint16_t*)scratch);
+  const Values<E, S> values(scratch);
+  for_every_64<E, 1>(w, w.row_data(matrix * w.rows + row), [&](const char* codes, int64_t k, int) {
+    Pair p = values(codes, k);
+    _mm512_storeu_si512(out + k, p.a);
+    _mm512_storeu_si512(out + k + 32, p.b);
+  });
 }
 
 // sums[m * pitch + n] = dot products of two rows of a bf16 tile and MB rows of x, with f32 scales for every 32 columns.
 template <int MB>
 [[gnu::noinline]] void scaled_block(const uint16_t* w, int64_t ldw, const float* const* scales, int64_t span,
-                         const uint16_t* x, int64_t ldx, int64_t k, float* sums, int64_t pitch) {
+                                    const uint16_t* x, int64_t ldx, int64_t k, float* sums, int64_t pitch) {
   constexpr int NB = 2;  // sums of the group and of the row: twice the registers
   vf acc[NB][MB] = {};
   for (int64_t g = 0; g < k; g += span) {

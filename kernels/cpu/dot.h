@@ -83,7 +83,10 @@ template <class Dot, int MB, class S>
   for (int64_t i = 0; i < k; i += Dot::step) {
     typename Dot::V row[NB];
 #pragma GCC unroll 8
-    for (int n = 0; n < NB; n++) row[n] = Dot::load_w(from[n] + i);
+    for (int n = 0; n < NB; n++) {
+      if constexpr (MB == 1) __builtin_prefetch(from[n] + i + NB * w.pitch);
+      row[n] = Dot::load_w(from[n] + i);
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < MB; m++) {
       typename Dot::V v = Dot::load_x(x + m * ldx + i);
@@ -109,14 +112,18 @@ inline void for_blocks_of_m(int64_t rows, F f) {
   for (; m < rows; m++) f.template operator()<1>(m);
 }
 
+// Rows of x that one pass over the weights takes: they stay in the second-level cache.
+constexpr int64_t CHUNK_M = 60;
+
 // sums[m * pitch + n] += all dot products of the rows of w and M rows of x. sums has room for whole blocks.
 template <class Dot, class S>
 inline void dot_rows(const RowsOf<typename Dot::T>& w, const typename Dot::T* x, int64_t ldx, int64_t rows_m, int64_t k,
                      S* sums, int64_t pitch) {
-  for_blocks_of_m<BLOCK_M>(rows_m, [&]<int MB>(int64_t m) {
-    for (int64_t n = 0; n < w.rows; n += BLOCK_N)
-      dot_block<Dot, MB>(w, n, x + m * ldx, ldx, k, sums + m * pitch + n, pitch);
-  });
+  for (int64_t c = 0; c < rows_m; c += CHUNK_M)
+    for (int64_t n = 0; n < w.rows; n += BLOCK_N)  // a block of w stays in the first-level cache while x passes
+      for_blocks_of_m<BLOCK_M>(rows_m - c < CHUNK_M ? rows_m - c : CHUNK_M, [&]<int MB>(int64_t m) {
+        dot_block<Dot, MB>(w, n, x + (c + m) * ldx, ldx, k, sums + (c + m) * pitch + n, pitch);
+      });
 }
 
 }  // namespace torchq

@@ -126,50 +126,79 @@ inline void finish(const Linear& l, int64_t matrix, int64_t first, int64_t n_row
 }
 
 #if TORCHQ_BF16_DOT
-template <Element E, Grouping G>
+// Bytes that what a row's kernel prepares of its scales may take.
+inline int64_t scale_room(const Quantized& w) { return ((w.columns + 1024 + 63) / 64 * 2 + w.format.group_columns) * 4; }
+
+// Rows of x that decoding in registers takes at once; more repay a tile.
+constexpr int64_t STREAM_M = 8;
+
+template <Element E, Scaling S>
 inline void stream_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
                          float* sums) {
   const uint16_t* x = (const uint16_t*)l.x.row(from);
-  float* space = scratch<float>((l.w.columns + 1024 + 63) / 64 * 2, 0);
-  for_blocks_of_m<4>(m_rows, [&]<int MB>(int64_t m) {
-    for (int64_t n = 0; n < n_rows; n++)
-      stream_row<E, G, MB>(l.w, matrix, first + n, x + m * l.x.pitch, l.x.pitch, sums + m * Linear::panel + n,
-                           Linear::panel, space);
-  });
+  char* space = scratch<char>(scale_room(l.w), 0);
+  auto stream = [&]<Scaling T, int MB>(int64_t n, int64_t m) {
+    stream_row<E, T, MB>(l.w, matrix, first + n, x + m * l.x.pitch, l.x.pitch, m_rows - m, sums + m * Linear::panel + n,
+                         Linear::panel, space);
+  };
+  for (int64_t n = 0; n < n_rows; n++) {
+    if (S == POWERS && !exponents_per_32(l.w, matrix, first + n, (int16_t*)space)) {
+      for (int64_t m = 0; m < m_rows; m += 2) stream.template operator()<PER_32, 2>(n, m);
+    } else if constexpr (S == POWERS || S == BLOCKS) {
+      m_rows > 4 ? stream.template operator()<S, 8>(n, 0) : stream.template operator()<S, 4>(n, 0);
+    } else {
+      m_rows > 4   ? stream.template operator()<S, 8>(n, 0)
+      : m_rows > 2 ? stream.template operator()<S, 4>(n, 0)
+      : m_rows > 1 ? stream.template operator()<S, 2>(n, 0)
+                   : stream.template operator()<S, 1>(n, 0);
+    }
+  }
+}
+
+template <Element E, Scaling S>
+inline void tile_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
+                       float* sums) {
+  const int64_t pitch = l.x.pitch, room = scale_room(l.w);
+  uint16_t* tile = scratch<uint16_t>(Linear::panel * pitch, 0);
+  char* space = scratch<char>(Linear::panel * room, 1);
+  const uint16_t* x = (const uint16_t*)l.x.row(from);
+  const float* scales[Linear::panel];
+  for (int64_t n = 0; n < Linear::panel; n++) {
+    scales[n] = (const float*)(space + n * room);
+    if (n >= n_rows) continue;
+    decode_row<E, S>(l.w, matrix, first + n, space + n * room, tile + n * pitch);
+    if constexpr (S == PER_32) scales[n] = scales_per_32(l.w, matrix, first + n, (float*)(space + n * room));
+  }
+  if constexpr (S != PER_32) {
+    dot_rows<DotBF16>({tile, pitch, n_rows}, x, pitch, m_rows, pitch, sums, Linear::panel);
+  } else {
+    for (int64_t n = 0; n < n_rows; n += 2)  // an odd last row takes a stale one along
+      for_blocks_of_m<BLOCK_M>(m_rows, [&]<int MB>(int64_t m) {
+        scaled_block<MB>(tile + n * pitch, pitch, scales + n, l.w.format.group_columns, x + m * pitch, pitch, pitch,
+                         sums + m * Linear::panel + n, Linear::panel);
+      });
+  }
 }
 
 template <Element E>
 inline void bf16_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
                        float* sums) {
-  const Format& f = l.w.format;
-  const Grouping g = grouping(f);
-  if (m_rows <= 4) {  // more rows repay a tile that has its scales in
-    if constexpr (E == E2M1) {
-      return g == PER_16 ? stream_panel<E, PER_16>(l, matrix, first, n_rows, from, m_rows, sums)
-                         : stream_panel<E, PER_32>(l, matrix, first, n_rows, from, m_rows, sums);
-    } else {
-      if constexpr (E != INT4)
-        if (g == OUTER) return stream_panel<E, OUTER>(l, matrix, first, n_rows, from, m_rows, sums);
-      if constexpr (E != INT8) return stream_panel<E, PER_32>(l, matrix, first, n_rows, from, m_rows, sums);
-    }
+  const Scaling on_sums = of_sums(l.w.format), on_weights = of_weights(l.w.format);
+  const Scaling scaling = m_rows <= 2 ? on_sums : on_weights;
+  auto run = [&]<Scaling S>() {
+    if (m_rows <= STREAM_M) return stream_panel<E, S>(l, matrix, first, n_rows, from, m_rows, sums);
+    if constexpr (S != PER_16) tile_panel<E, S>(l, matrix, first, n_rows, from, m_rows, sums);
+  };
+  // Only the pairs that formats have are compiled.
+  if constexpr (E == E2M1) {
+    if (scaling == PER_16) return run.template operator()<PER_16>();
+    if (scaling == BLOCKS) return run.template operator()<BLOCKS>();
+  } else if constexpr (E != INT4) {
+    if (scaling == PLAIN) return run.template operator()<PLAIN>();
   }
-  const int64_t pitch = l.x.pitch, room = (l.w.columns + 1024 + 63) / 64 * 2;
-  uint16_t* tile = scratch<uint16_t>(Linear::panel * pitch, 0);
-  float* space = scratch<float>((Linear::panel + 1) * room + f.group_columns + W, 1);
-  const uint16_t* x = (const uint16_t*)l.x.row(from);
-  const bool scaled = g == PER_32 && f.scale != SCALE_E8M0;
-  const float* scales[Linear::panel];
-  for (const float*& s : scales) s = space;
-  for (int64_t n = 0; n < n_rows; n++) {
-    decode_row_bf16<E>(l.w, matrix, first + n, space + Linear::panel * room, tile + n * pitch);
-    if (scaled) scales[n] = scales_per_32(l.w, matrix, first + n, space + n * room);
-  }
-  if (!scaled) return dot_rows<DotBF16>({tile, pitch, n_rows}, x, pitch, m_rows, pitch, sums, Linear::panel);
-  for_blocks_of_m<BLOCK_M>(m_rows, [&]<int MB>(int64_t m) {
-    for (int64_t n = 0; n < n_rows; n += 2)  // an odd last row takes a stale one along
-      scaled_block<MB>(tile + n * pitch, pitch, scales + n, f.group_columns, x + m * pitch, pitch, pitch,
-                       sums + m * Linear::panel + n, Linear::panel);
-  });
+  if constexpr (E == E2M1 || E == E4M3)
+    if (scaling == POWERS) return run.template operator()<POWERS>();
+  if constexpr (E != INT8) run.template operator()<PER_32>();
 }
 #endif
 
@@ -220,8 +249,9 @@ inline void linear_panel(const Linear& l, int64_t matrix, int64_t index, int64_t
     i8_panel(l, matrix, first, n_rows, from, count, sums);
     return finish(l, matrix, first, n_rows, from, count, sums);
   }
-  float* sums = scratch<float>(count * Linear::panel, 3);
-  memset(sums, 0, count * Linear::panel * sizeof(float));
+  const int64_t room = (count + 7) / 8 * 8 * Linear::panel;  // blocks of rows may pass the last one
+  float* sums = scratch<float>(room, 3);
+  memset(sums, 0, room * sizeof(float));
   with_element(l.w.format.element, [&]<Element E>() {
 #if TORCHQ_BF16_DOT
     if (l.x.kind == Prepared::AS_BF16) return bf16_panel<E>(l, matrix, first, n_rows, from, count, sums);
