@@ -166,6 +166,15 @@ def test_nvfp4_block_scales_round_to_e4m3_and_clamp():
     assert torch.equal(values[:5], stored.float()[:5] * whole) and values[5:].isnan().all()
 
 
+@pytest.mark.parametrize(
+    "amax, byte", [(0.0142299123108387, 0x39), (0.01422991044819355, 0x38), (0.9107143878936768, 0x69)]
+)
+def test_nvfp4_divides_by_6_and_then_by_the_global_scale(amax, byte):
+    # Beside a tie of e4m3: dividing by 6 * global, or multiplying by a reciprocal, rounds to the other side.
+    stored = stored_scale(f32(amax), QUANT_KEYS["nvfp4"], global_scale=f32(0.0022321429)[0])
+    assert stored.view(torch.uint8).tolist() == [byte]
+
+
 def test_global_scale():
     assert global_scale_from_amax(f32(6, 0, 1e-44)).tolist() == [float(np.float32(6) / np.float32(2688)), 1, 1]
     assert global_scale_from_amax(f32(MAX_FLOAT)).isfinite()
