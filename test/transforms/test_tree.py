@@ -108,3 +108,16 @@ def test_hooks_move_and_their_handles_still_work():
         handle.remove()
     model(x).sum().backward()
     assert not calls
+
+
+def test_a_hook_for_failures_is_called_when_the_new_module_fails():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("broken")
+
+    model, calls = nn.Sequential(nn.Linear(4, 4)), []
+    model[0].register_forward_hook(lambda m, a, out: calls.append(out), always_call=True)
+    swap(walk(model)[1], Broken())
+    with pytest.raises(RuntimeError, match="broken"):
+        model(torch.ones(1, 4))
+    assert calls == [None]
