@@ -32,6 +32,13 @@ class Decisions:
         hits = Hits(*(frozenset().union(*sets) for sets in zip(*(a.hits for a in answers.values()), strict=True)))
         return Answer(first.resolutions, any(a.ignored for a in answers.values()), hits)
 
+    def part_hits(self, names: list[str], kind, module: nn.Module) -> Hits:
+        """The patterns that name parts of an experts module."""
+        rows = kind.rows(module) if kind is MoeKind else {}
+        found = [self._parts.hits(name, rows, kind.num_experts(module)) for name in names if rows]
+        targets, ignore = (frozenset().union(*(one[field] for one in found)) for field in (0, 1))
+        return Hits(targets, ignore)
+
     def takes_list(self, names: list[str]) -> bool:
         """Whether a rule treats a container of experts as one layer; else its linears are layers of their own."""
         resolver = self._resolver

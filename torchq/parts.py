@@ -49,9 +49,7 @@ class PartRules:
         Raises ``ConfigError`` where rules give the experts, or the gate and the up projection, different specs.
         """
         resolver = self._resolver
-        rows = tuple(row for rows in projections.values() for row in rows)
-        targeted = {} if resolver.targets.matches(name) else self._targets.find(name, experts, rows)
-        ignored = {} if resolver.ignore.matches(name) else self._ignore.find(name, experts, rows)
+        targeted, ignored = self._find(name, projections, experts)
         if not targeted and not ignored:
             whole = resolver.resolve(name, "moe")
             return Answer(dict.fromkeys(projections, whole), whole is None and resolver.is_ignored(name))
@@ -71,6 +69,16 @@ class PartRules:
                         f"quantization_config.targets ({pattern!r}); remove it from one of them"
                     )
         return Answer(answers, some_ignored, Hits(frozenset(targeted), frozenset(ignored)))
+
+    def hits(self, name: str, projections: Mapping[str, tuple[str, ...]], experts: int) -> Hits:
+        """The patterns that name parts of the module."""
+        return Hits(*(frozenset(found) for found in self._find(name, projections, experts)))
+
+    def _find(self, name: str, projections: Mapping[str, tuple[str, ...]], experts: int) -> tuple[Hit, Hit]:
+        resolver, rows = self._resolver, tuple(row for rows in projections.values() for row in rows)
+        targeted = {} if resolver.targets.matches(name) else self._targets.find(name, experts, rows)
+        ignored = {} if resolver.ignore.matches(name) else self._ignore.find(name, experts, rows)
+        return targeted, ignored
 
     def _all_ignored(self, name: str, experts: int, rows: tuple[str, ...], hits: Hit) -> bool:
         covered = frozenset().union(*hits.values())
@@ -98,7 +106,7 @@ class PartRules:
                 f"{_listed(name, missing)}; they are quantized as one layer: target all of them, or the layer itself: "
                 f"{name!r}"
             )
-        if several := next((part for part, patterns in found.items() if len(patterns) > 1), None):
+        if several := min((part for part, patterns in found.items() if len(patterns) > 1), default=None):
             raise ConfigError(
                 f"Found multiple quantization_config.targets matches for {_name(name, several)}: "
                 f"{', '.join(map(repr, sorted(found[several])))}; narrow the patterns until each part has one"

@@ -114,6 +114,7 @@ class Planner:
             answer = self.decisions.decide(names, kind, module)
         except (ConfigError, UnsupportedError) as problem:
             self.problems.append(problem)
+            self.use.count(self.decisions.part_hits(names, kind, module))
             return None
         self.use.count(answer.hits)
         return answer
@@ -149,7 +150,7 @@ class Planner:
 
     def _fill(self, row: Row, node: Node, kind, resolutions: dict[str, Resolution | None]) -> None:
         row.resolution = combined(resolutions)
-        if len(set(resolutions.values())) > 1:
+        if len({r and keys(r) for r in resolutions.values()}) > 1:
             row.parts = resolutions
         tensors = [t for held in kind.held(node.module) for t in _own_tensors(held)]
         device = next((t.device.type for t in tensors), "cpu")
