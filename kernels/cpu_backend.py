@@ -22,7 +22,16 @@ _ROUNDINGS = {"floor": 0, "ceil": 1, "even": 2, None: 0}
 
 
 class Kernels:
+    """``level`` picks the instruction set ("scalar", "avx2", "avx512"); by default what ``cpu.load`` picks."""
+
     name = "cpu"
+
+    def __init__(self, level: str | None = None):
+        self._level = level
+
+    @functools.cached_property
+    def _ops(self):
+        return cpu.load(self._level)
 
     def unusable(self, op, weight, activation, device):
         if device != "cpu":
@@ -31,7 +40,17 @@ class Kernels:
             rows, columns = key.group
             if rows not in (1, WHOLE) if columns == WHOLE else rows == WHOLE or columns % 16:
                 return f"has no kernel for groups of {key}"
-        return _why_not()
+        return self._why_not
+
+    @functools.cached_property
+    def _why_not(self) -> str | None:
+        """Why the library can't be used here, said once in the log, or None when it can."""
+        try:
+            self._ops  # noqa: B018
+        except cpu.BuildError as error:
+            logger.warning("native CPU kernels are off, torch does their work with the same numbers, slower: %s", error)
+            return str(error)
+        return None
 
     def quantize(self, x, key, rounding, global_scale, error):
         if x.dtype not in _DTYPES or x.numel() == 0:
@@ -42,7 +61,7 @@ class Kernels:
         if global_scale is not None:
             own.copy_(global_scale)
         rounding = rounding or key.scale_rounding
-        cpu.load().quantize(
+        self._ops.quantize(
             *(x.contiguous(), data, scale, own, error),
             *(*_matrices(x.shape, key), _packed(key), _ROUNDINGS[rounding], global_scale is None),
         )
@@ -54,7 +73,7 @@ class Kernels:
             return twin.dequantize(q, dtype)
         out = torch.empty(q.shape, dtype=dtype)
         parts = (None if t is None else t.contiguous() for t in parts)
-        cpu.load().dequantize(*parts, out, *_matrices(q.shape, q.key), _packed(q.key))
+        self._ops.dequantize(*parts, out, *_matrices(q.shape, q.key), _packed(q.key))
         return out
 
     def linear(self, x, weight, bias, activation):
@@ -62,7 +81,7 @@ class Kernels:
             return twin.linear(x, weight, bias, activation)
         rows, columns = weight.shape
         out = x.new_empty(*x.shape[:-1], rows)
-        cpu.load().linear(*_operands(x, weight, bias), out, rows, columns, *_packed_pair(weight.key, activation))
+        self._ops.linear(*_operands(x, weight, bias), out, rows, columns, *_packed_pair(weight.key, activation))
         return out
 
     def grouped_linear(self, x, offsets, weight, bias, activation):
@@ -72,7 +91,7 @@ class Kernels:
         out = x.new_zeros(x.shape[0], rows)  # rows of no expert stay zero
         x, *parts = _operands(x, weight, bias)
         pair = _packed_pair(weight.key, activation)
-        cpu.load().grouped_linear(x, offsets.contiguous(), *parts, out, rows, columns, *pair)
+        self._ops.grouped_linear(x, offsets.contiguous(), *parts, out, rows, columns, *pair)
         return out
 
 
@@ -88,17 +107,6 @@ def _operands(x, weight, bias):
 @functools.cache
 def _packed_pair(weight: QuantKey, activation: QuantKey | None) -> tuple[int, int]:
     return _packed(weight), -1 if activation is None else _packed(activation)
-
-
-@functools.cache
-def _why_not() -> str | None:
-    """Why the library can't be used here, said once in the log, or None when it can."""
-    try:
-        cpu.load()
-    except cpu.BuildError as error:
-        logger.warning("native CPU kernels are off, torch does their work with the same numbers, slower: %s", error)
-        return str(error)
-    return None
 
 
 @functools.cache

@@ -129,8 +129,8 @@ inline void finish(const Linear& l, int64_t matrix, int64_t first, int64_t n_row
 // Bytes that what a row's kernel prepares of its scales may take.
 inline int64_t scale_room(const Quantized& w) { return ((w.columns + 1024 + 63) / 64 * 2 + w.format.group_columns) * 4; }
 
-// Rows of x that decoding in registers takes at once; more repay a tile.
-constexpr int64_t STREAM_M = 8;
+// Most rows of x that decoding in registers takes: more repay a tile, later where a tile's sums need scales.
+constexpr int64_t stream_m(Scaling s) { return s == PER_32 ? 8 : 4; }
 
 template <Element E, Scaling S>
 inline void stream_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
@@ -145,10 +145,14 @@ inline void stream_panel(const Linear& l, int64_t matrix, int64_t first, int64_t
     if (S == POWERS && !exponents_per_32(l.w, matrix, first + n, (int16_t*)space)) {
       for (int64_t m = 0; m < m_rows; m += 2) stream.template operator()<PER_32, 2>(n, m);
     } else if constexpr (S == POWERS || S == BLOCKS) {
-      m_rows > 4 ? stream.template operator()<S, 8>(n, 0) : stream.template operator()<S, 4>(n, 0);
+      stream.template operator()<S, 4>(n, 0);
     } else {
-      m_rows > 4   ? stream.template operator()<S, 8>(n, 0)
-      : m_rows > 2 ? stream.template operator()<S, 4>(n, 0)
+      if constexpr (S == PER_32)
+        if (m_rows > 4) {
+          stream.template operator()<S, 8>(n, 0);
+          continue;
+        }
+      m_rows > 2   ? stream.template operator()<S, 4>(n, 0)
       : m_rows > 1 ? stream.template operator()<S, 2>(n, 0)
                    : stream.template operator()<S, 1>(n, 0);
     }
@@ -186,7 +190,7 @@ inline void bf16_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n
   const Scaling on_sums = of_sums(l.w.format), on_weights = of_weights(l.w.format);
   const Scaling scaling = m_rows <= 2 ? on_sums : on_weights;
   auto run = [&]<Scaling S>() {
-    if (m_rows <= STREAM_M) return stream_panel<E, S>(l, matrix, first, n_rows, from, m_rows, sums);
+    if (m_rows <= stream_m(S)) return stream_panel<E, S>(l, matrix, first, n_rows, from, m_rows, sums);
     if constexpr (S != PER_16) tile_panel<E, S>(l, matrix, first, n_rows, from, m_rows, sums);
   };
   // Only the pairs that formats have are compiled.
