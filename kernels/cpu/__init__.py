@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+_OPERATORS = ("quantize", "dequantize", "linear", "grouped_linear")
 LEVELS = ("scalar", "avx2", "avx512")
 _SOURCES = Path(__file__).parent
 _FLAGS = (
@@ -57,12 +58,7 @@ def load(level: str | None = None):
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}") from error
     operators = getattr(torch.ops, name)
-    for op in (
-        "quantize",
-        "dequantize",
-        "linear",
-        "grouped_linear",
-    ):  # they write into their arguments: a fake has nothing to return
+    for op in _OPERATORS:  # they write into their arguments: a fake has nothing to return
         torch.library.register_fake(f"{name}::{op}", lambda *args: None)
     return operators
 
