@@ -44,7 +44,9 @@ def test_whisper_runs_with_its_head_tied(whisper):
         logits = quantized(**inputs).logits
     assert [row.name for row in report.skipped] == ["proj_out"]
     assert logits_sqnr(reference, logits) > 15
-    assert (logits.argmax(-1) == reference.argmax(-1)).all()
+    first, second = reference.topk(2).values.unbind(-1)
+    decided = first - second > 0.7  # the tokens are no sentence, and many of its choices are near ties
+    assert decided.sum() >= 4 and (logits.argmax(-1) == reference.argmax(-1))[decided].all()
 
 
 def test_albert_quantizes_the_layer_it_calls_twelve_times_once(albert):
