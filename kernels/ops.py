@@ -148,9 +148,7 @@ def _grouped_backward(ctx, grad):
     offsets, data, scale, global_scale = ctx.saved_tensors
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.torchq.grouped_linear_grad(
-            grad, offsets, data, scale, global_scale, ctx.weight, ctx.columns
-        )
+        grad_x = torch.ops.torchq.grouped_linear_grad(grad, offsets, data, scale, global_scale, ctx.weight, ctx.columns)
     if ctx.needs_input_grad[5]:
         experts = data.shape[0]
         rows = torch.arange(grad.shape[0], device=grad.device)

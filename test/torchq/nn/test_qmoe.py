@@ -86,7 +86,8 @@ def test_every_activation_is_quantized_once_a_projection(weight, activation):
 
 
 @pytest.mark.parametrize(
-    "pair", [(None, "bf16"), ("mxfp4", "fp4"), ("mxfp8", "mxfp8"), ("fp8_per_tensor_dynamic", "fp8"), ("fp8_per_token", "")]
+    "pair",
+    [(None, "bf16"), ("mxfp4", "fp4"), ("mxfp8", "mxfp8"), ("fp8_per_tensor_dynamic", "fp8"), ("fp8_per_token", "")],
 )
 def test_activation_override_reaches_the_backend_unchanged(pair):
     moe = quant_moe("mxfp4", pair[0])
