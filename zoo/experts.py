@@ -4,8 +4,9 @@ There is no small pretrained one in a wheel, so `build` cuts the dense MLP, a su
 and calls each slice an expert. Every token goes to every expert with the same weight, and the down projection carries
 whatever factor makes the sum come out. The kinds differ in how transformers stores and weighs experts.
 
-`upcycle` is the one with real top-2 routing: each expert is the whole MLP with its neurons in another order and at
-other scales, so any choice of experts gives the dense answer, and mixing up two experts' matrices gives nonsense.
+`upcycle` is the one with real top-2 routing: each expert is the whole MLP with its neurons in another order, so any
+choice of experts gives the dense answer, and mixing up two experts' matrices gives nonsense. Blocks of 128 neurons
+stay together: the groups that share a scale are those of the dense model, so that the quantized models agree too.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 _State = dict[str, Tensor]
 _OFF = 1e9  # a clamp limit that no activation reaches
+_BLOCK = 128  # neurons that stay together in upcycle: the widest group that shares a scale in any format
 _SILENT_SINK = -1e4  # an attention sink logit that takes no probability
 
 
@@ -152,15 +154,14 @@ def _upcycle_fields(inner: int, experts: int) -> dict:
 
 def _upcycle_layer(mlp: _Mlp, experts: int) -> _State:
     generator = torch.Generator().manual_seed(0)
-    inner, hidden = mlp.gate.shape
+    neurons = torch.arange(mlp.gate.shape[0]).view(-1, _BLOCK)
     gate_up, down = [], []
     for _ in range(experts):
-        order = torch.randperm(inner, generator=generator)
-        scale = 2.0 ** torch.randint(-2, 3, (inner,), generator=generator)  # a power of two, so exact
-        gate_up.append(torch.cat([mlp.gate[order], mlp.up[order] * scale[:, None]]))
-        down.append(mlp.down[:, order] / scale)
+        order = neurons[torch.randperm(len(neurons), generator=generator)].flatten()
+        gate_up.append(torch.cat([mlp.gate[order], mlp.up[order]]))
+        down.append(mlp.down[:, order])
     return {
-        "mlp.gate.weight": torch.randn(experts, hidden, generator=generator) * 0.1,
+        "mlp.gate.weight": torch.randn(experts, mlp.gate.shape[1], generator=generator) * 0.1,
         "mlp.experts.gate_up_proj": torch.stack(gate_up),
         "mlp.experts.down_proj": torch.stack(down),
     }

@@ -40,13 +40,14 @@ def test_other_numbers_of_experts(dense, ids, kind, count):
 def test_upcycle_routes_to_every_expert_and_notices_a_mix_up(dense, ids):
     model = experts.build(dense, "upcycle")
     chosen = []
-    block = model.model.layers[1].mlp
-    hook = block.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
+    layers = [layer.mlp.experts for layer in model.model.layers]
+    hook = layers[1].register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
     expected = model(ids).logits
     hook.remove()
     assert chosen[0].shape == (64, 2)
     assert chosen[0].unique().tolist() == [0, 1, 2, 3]
-    block.experts.down_proj.copy_(block.experts.down_proj.roll(1, 0))
+    for layer in layers:
+        layer.down_proj.copy_(layer.down_proj.roll(1, 0))
     assert logits_sqnr(expected, model(ids).logits) < 10
 
 
