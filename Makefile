@@ -23,7 +23,7 @@ test-all: $(READY)
 	$(VENV)/python -m pytest test -m ''
 
 bench: $(READY)
-	for script in plan memory accuracy cpu; do $(VENV)/python bench/$$script.py || exit 1; done
+	for script in plan.py memory.py accuracy.py "accuracy.py --moe" cpu.py; do $(VENV)/python bench/$$script || exit 1; done
 
 lint: $(READY)
 	$(VENV)/ruff check .
