@@ -114,7 +114,7 @@ inline const float* scales_per_32(const Quantized& w, int64_t matrix, int64_t ro
   if (repeat == 1 && w.format.scale == SCALE_F32 && groups == end) return (const float*)scale;
   if (repeat == 1 && w.format.scale == SCALE_E8M0)
     for (; g + W <= groups; g += W) {
-      vi byte = __builtin_convertvector(load<vb>(scale + g), vi);
+      vi byte = convert<vi>(load<vb>(scale + g));
       vi bits = byte == 0 ? splat(0x00400000) : byte << 23;
       store(out + g, byte == 255 ? splat(0x7fc00000) : bits);
     }

@@ -63,19 +63,19 @@ template <Element E>
 inline void store_codes(char* p, vi codes) {
   if constexpr (packs_two(E)) {
     vq pairs = (vq)codes;
-    store(p, __builtin_convertvector(pairs | pairs >> 28, vb_half));
+    store(p, convert<vb_half>(pairs | pairs >> 28));
   } else {
-    store(p, __builtin_convertvector(codes, vb));
+    store(p, convert<vb>(codes));
   }
 }
 
 template <Element E>
 inline vi load_codes(const char* p) {
   if constexpr (packs_two(E)) {
-    vq bytes = __builtin_convertvector(load<vb_half>(p), vq);
+    vq bytes = convert<vq>(load<vb_half>(p));
     return (vi)(bytes | bytes << 28);
   } else {
-    return __builtin_convertvector(load<vb>(p), vi);
+    return convert<vi>(load<vb>(p));
   }
 }
 

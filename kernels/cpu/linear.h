@@ -95,14 +95,7 @@ inline T* scratch(int64_t n, int which) {
 inline float value_at(const char* p, Dtype d, int64_t i) {
   if (d == F32) return ((const float*)p)[i];
   uint16_t h = ((const uint16_t*)p)[i];
-  return with_dtype(d, [&]<Dtype D>() {
-    if constexpr (D == F16) {
-      float magnitude = bit_cast<float>(uint32_t(h & 0x7fff) << 13) * 0x1p112f;
-      uint32_t bits = bit_cast<uint32_t>(magnitude) | ((h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u);
-      return bit_cast<float>(bits | uint32_t(h & 0x8000) << 16);
-    }
-    return bit_cast<float>(uint32_t(h) << 16);
-  });
+  return d == F16 ? f16_to_float(h) : bit_cast<float>(uint32_t(h) << 16);
 }
 
 // Sums [m][panel] of rows first.. of matrix `matrix` times the outer factors, plus bias, to the output.

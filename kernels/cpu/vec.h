@@ -47,11 +47,69 @@ constexpr To bit_cast(From a) {
   return __builtin_bit_cast(To, a);
 }
 
+// Unsigned lanes to a width of lane, cut or filled with zeros: __builtin_convertvector, which compilers spell out lane by
+// lane where one instruction or two would do.
+template <class To, class From>
+inline To convert(From v) {
+#if defined(__AVX2__)
+  constexpr int from = sizeof(v[0]), to = sizeof(To{}[0]);
+  auto bits = [](auto r) {
+    To t;
+    memcpy(&t, &r, sizeof(t));
+    return t;
+  };
+  __m128i small{};
+  if constexpr (from < to) memcpy(&small, &v, sizeof(v) < 16 ? sizeof(v) : 16);
+#if defined(__AVX512F__)
+  if constexpr (from == 1 && to == 4) return bits(_mm512_cvtepu8_epi32(small));
+  if constexpr (from == 1 && to == 8) return bits(_mm512_cvtepu8_epi64(small));
+  if constexpr (from == 2 && to == 4) return bits(_mm512_cvtepu16_epi32((__m256i)v));
+  if constexpr (from == 4 && to == 1) return bits(_mm512_cvtepi32_epi8((__m512i)v));
+  if constexpr (from == 4 && to == 2) return bits(_mm512_cvtepi32_epi16((__m512i)v));
+  if constexpr (from == 8 && to == 1) return bits(_mm512_cvtepi64_epi8((__m512i)v));
+#else
+  if constexpr (from == 1 && to == 4) return bits(_mm256_cvtepu8_epi32(small));
+  if constexpr (from == 1 && to == 8) return bits(_mm256_cvtepu8_epi64(small));
+  if constexpr (from == 2 && to == 4) return bits(_mm256_cvtepu16_epi32(small));
+  if constexpr (from > to) {
+    auto gathered = [&](auto... byte) {  // the bytes of each half that stay, then both halves side by side
+      __m256i r = _mm256_shuffle_epi8((__m256i)v, _mm256_setr_epi8(byte..., byte...));
+      constexpr int width = 16 / from * to;
+      __m128i low = _mm256_castsi256_si128(r), high = _mm256_extracti128_si256(r, 1);
+      return bits(width == 8   ? _mm_unpacklo_epi64(low, high)
+                  : width == 4 ? _mm_unpacklo_epi32(low, high)
+                               : _mm_unpacklo_epi16(low, high));
+    };
+    if constexpr (to == 2) return gathered(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+    if constexpr (from == 4) return gathered(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    return gathered(0, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  }
+#endif
+#else
+  return __builtin_convertvector(v, To);
+#endif
+}
+
 inline int32_t max_lane(vi v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32((__m512i)v);
 #else
   int32_t m = v[0];
+  for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
+  return m;
+#endif
+}
+
+inline uint16_t max_lane(vh v) {
+#if defined(__AVX512F__)
+  __m128i m = _mm_max_epu16(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+#elif defined(__AVX2__)
+  __m128i m = (__m128i)v;
+#endif
+#if defined(__AVX2__)
+  return ~_mm_extract_epi16(_mm_minpos_epu16(~m), 0);  // the least of 8, and there is no instruction for the most
+#else
+  uint16_t m = v[0];
   for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
   return m;
 #endif
@@ -77,7 +135,13 @@ inline int32_t sum_lanes(vi v) {
 #endif
 }
 
-// a * b + c; the compiler may not contract on its own (quantization must round twice where the twin does).
+// a * b + c, rounded once where EXACT_FMA; the compiler may not contract on its own (quantization must round twice where the twin does).
+#if defined(__AVX2__)
+constexpr bool EXACT_FMA = true;
+#else
+constexpr bool EXACT_FMA = false;
+#endif
+
 inline vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -94,7 +158,7 @@ enum Dtype : int64_t { F32 = 0, BF16 = 1, F16 = 2 };
 
 inline int size_of(Dtype d) { return d == F32 ? 4 : 2; }
 
-inline vf from_bf16(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+inline vf from_bf16(vh h) { return (vf)(convert<vu>(h) << 16); }
 
 inline vf from_f16(vh h) {
 #if defined(__AVX512F__)
@@ -103,17 +167,23 @@ inline vf from_f16(vh h) {
   return _mm256_cvtph_ps((__m128i)h);
 #else
   // Shift the fields into place, then rebias by a multiplication, which also normalizes subnormals.
-  vu u = __builtin_convertvector(h, vu);
+  vu u = convert<vu>(h);
   vf scaled = (vf)((u & 0x7fff) << 13) * 0x1p112f;
   vu bits = (vu)scaled | ((u & 0x7c00) == 0x7c00 ? (vu)splat(0x7f800000) : vu{});
   return (vf)(bits | (u & 0x8000) << 16);
 #endif
 }
 
+inline float f16_to_float(uint16_t h) {
+  float magnitude = bit_cast<float>(uint32_t(h & 0x7fff) << 13) * 0x1p112f;
+  uint32_t bits = bit_cast<uint32_t>(magnitude) | ((h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u);
+  return bit_cast<float>(bits | uint32_t(h & 0x8000) << 16);
+}
+
 inline vh to_bf16(vf v) {
   vu u = (vu)v;
   vu r = (u + 0x7fff + (u >> 16 & 1)) >> 16;
-  return __builtin_convertvector(v == v ? r : (vu)splat(0x7fc0), vh);
+  return convert<vh>(v == v ? r : (vu)splat(0x7fc0));
 }
 
 inline uint16_t to_f16(float value) {
