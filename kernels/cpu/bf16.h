@@ -13,24 +13,6 @@ struct Pair {
   __m512i a, b;  // columns 0..31 and 32..63
 };
 
-// bf16 values of 128 codes (the sign of an 8-bit code is put on later), and their two bytes.
-template <Element E>
-struct Tables {
-  alignas(64) uint16_t value[128] = {};
-  alignas(64) uint8_t low[128] = {}, high[128] = {};
-
-  constexpr Tables() {
-    const float e2m1[16] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
-    for (int c = 0; c < 128; c++) {
-      float v = E == E4M3 ? e4m3_to_float(uint8_t(c)) : E == INT4 ? float((c & 15) - 8) : e2m1[c & 15];
-      value[c] = bit_cast<uint32_t>(v) >> 16;
-      low[c] = uint8_t(value[c]), high[c] = uint8_t(value[c] >> 8);
-    }
-  }
-};
-template <Element E>
-constexpr Tables<E> tables_of;
-
 // Unscaled values of 64 codes.
 template <Element E>
 class Decoder {

@@ -115,6 +115,17 @@ inline uint16_t max_lane(vh v) {
 #endif
 }
 
+// Whether every lane of a comparison is true.
+inline bool all(vi mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)mask) == 0xffff;
+#else
+  int32_t least = -1;
+  for (int i = 0; i < W; i++) least &= mask[i];
+  return least;
+#endif
+}
+
 inline float sum_lanes(vf v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(v);
