@@ -90,19 +90,9 @@ inline void prefetch_scales(const Quantized& w, const char* scale) {
 inline const float* scales_per_32(const Quantized& w, int64_t matrix, int64_t row, float* out) {
   const char* scale = w.row_scale(matrix, row);
   prefetch_scales(w, scale);
-  int64_t groups = w.scale_columns, repeat = w.spans;
-  int64_t end = (w.columns + 63) / 64 * 2;
-  int64_t g = 0;
-  if (repeat == 1 && w.format.scale == SCALE_F32 && groups == end) return (const float*)scale;
-  if (repeat == 1 && w.format.scale == SCALE_E8M0)
-    for (; g + W <= groups; g += W) {
-      vi byte = convert<vi>(load<vb>(scale + g));
-      vi bits = byte == 0 ? splat(0x00400000) : byte << 23;
-      store(out + g, byte == 255 ? splat(0x7fc00000) : bits);
-    }
-  for (; g < groups; g++)
-    for (int64_t i = 0; i < repeat && g * repeat + i < end; i++) out[g * repeat + i] = multiplier(w.format, scale, g, 1.f);
-  for (int64_t i = groups * repeat; i < end; i++) out[i] = 0;
+  const int64_t end = (w.format.padded(w.columns) + 63) / 64 * 2;
+  if (w.format.group_columns == 32 && w.format.scale == SCALE_F32 && w.scale_columns == end) return (const float*)scale;
+  spread_scales(w, matrix, row, 32, end, out);
   return out;
 }
 
@@ -138,11 +128,12 @@ inline bool exponents_per_32(const Quantized& w, int64_t matrix, int64_t row, in
   int odd = 0;
   for (int64_t g = 0; g < w.scale_columns; g++) odd |= (scale[g] < low) | (scale[g] > high);
   if (odd) return false;
-  if (w.spans == 1)
+  const int64_t repeat = w.format.group_columns / 32;
+  if (repeat == 1)
     for (int64_t g = 0; g < w.scale_columns; g++) out[g] = int16_t((scale[g] - 127) * 128);
   else
-    for (int64_t g = 0; g < w.scale_columns * w.spans; g++) out[g] = int16_t((scale[g / w.spans] - 127) * 128);
-  out[w.scale_columns * w.spans] = 0;  // the odd half of the last 64 columns
+    for (int64_t g = 0; g < w.scale_columns * repeat; g++) out[g] = int16_t((scale[g / repeat] - 127) * 128);
+  out[w.scale_columns * repeat] = 0;  // the odd half of the last 64 columns
   return true;
 }
 
@@ -197,24 +188,25 @@ class Values {
   __m512 as_f32_;
 };
 
-// Calls f(codes, first column, u) for every 64 columns of a row, u counting through 0 .. UNROLL - 1; a partial end comes
-// as a copy with zeros after it, whose values meet zeros of x.
+// Calls f(codes, column, u) for every 64 columns of a row, from column `from` on and before `to` (both multiples of 64),
+// u counting through 0 .. UNROLL - 1; a partial end comes as a copy with zeros after it, whose values meet zeros of x.
 template <Element E, int UNROLL, class F>
-inline void for_every_64(const Quantized& w, const char* codes, F f) {
+inline void for_every_64(const Quantized& w, const char* codes, int64_t from, int64_t to, F f) {
   constexpr int64_t bytes = Decoder<E>::bytes;
   constexpr int64_t ahead = 4096;  // bytes to prefetch: the hardware's prefetcher stops at pages
-  int64_t at = 0;
-  for (; at + UNROLL * bytes <= w.row_bytes; at += UNROLL * bytes) {
+  const int64_t end = std::min(w.row_bytes, to / 64 * bytes);
+  int64_t at = from / 64 * bytes;
+  for (; at + UNROLL * bytes <= end; at += UNROLL * bytes) {
 #pragma GCC unroll 8
     for (int u = 0; u < UNROLL; u++) {
       if (UNROLL == 1 || u * bytes % 64 == 0) _mm_prefetch(codes + at + u * bytes + ahead, _MM_HINT_T0);
       f(codes + at + u * bytes, (at + u * bytes) / bytes * 64, u);
     }
   }
-  for (; at + bytes <= w.row_bytes; at += bytes) f(codes + at, at / bytes * 64, 0);
-  if (at < w.row_bytes) {
+  for (; at + bytes <= end; at += bytes) f(codes + at, at / bytes * 64, 0);
+  if (at < end) {
     alignas(64) char tail[64] = {};
-    memcpy(tail, codes + at, w.row_bytes - at);
+    memcpy(tail, codes + at, end - at);
     f(tail, at / bytes * 64, 0);
   }
 }
@@ -236,7 +228,7 @@ template <Element E, Scaling S, int MB>
   const uint16_t* from[MB];
   for (int m = 0; m < MB; m++) from[m] = x + (m < rows ? m : rows - 1) * ldx;
   vf acc[MB][2 * UNROLL] = {};
-  for_every_64<E, UNROLL>(w, w.row_data(matrix * w.rows + row), [&](const char* codes, int64_t k, int u) {
+  for_every_64<E, UNROLL>(w, w.row_data(matrix * w.rows + row), 0, ldx, [&](const char* codes, int64_t k, int u) {
     Pair p = values(codes, k);
     vf scale[2];
     if constexpr (S == PER_32) {
@@ -250,7 +242,7 @@ template <Element E, Scaling S, int MB>
     }
 #pragma GCC unroll 8
     for (int m = 0; m < MB; m++) {
-      __m512bh x0 = DotBF16::load_x(from[m] + k), x1 = DotBF16::load_x(from[m] + k + 32);
+      __m512bh x0 = DotBF16::load(from[m] + k), x1 = DotBF16::load(from[m] + k + 32);
       vf &sum0 = acc[m][2 * u], &sum1 = acc[m][2 * u + 1];
       if constexpr (S == PER_32 || S == PER_16) {
         sum0 = fma(_mm512_dpbf16_ps(vf{}, (__m512bh)p.a, x0), scale[0], sum0);
@@ -269,60 +261,35 @@ template <Element E, Scaling S, int MB>
   }
 }
 
-// ---- many rows of x: a tile of weights as bf16 ----
+// ---- many rows of x: parts of a row as bf16, without the outer factor and PER_32 scales ----
 
-// A row to bf16, without the outer factor and PER_32 scales; stray values that meet zeros of x up to 64 columns.
+// What decode_part needs of a row's scales; false where its values must be made from f32.
 template <Element E, Scaling S>
-[[gnu::noinline]] void decode_row(const Quantized& w, int64_t matrix, int64_t row, void* scratch, uint16_t* out) {
-  if (S == POWERS && !exponents_per_32(w, matrix, row, (int16_t*)scratch)) {
-    int64_t end = (w.columns + 63) / 64 * 64, chunk = w.format.group_columns;
-    for (int64_t k = 0; k < end; k++) out[k] = 0;
-    for (int64_t k = 0; k < w.columns; k += chunk) {
-      decode_columns<E>(w, matrix, row, k, chunk, (float*)scratch);
-      narrow<BF16>((float*)scratch, chunk < end - k ? chunk : end - k, (char*)(out + k));
-    }
-    return;
-  }
-  if constexpr (S == BLOCKS) scales_per_16(w, matrix, row, Decoder<E4M3>(), (uint16_t*)scratch);
-  const Values<E, S> values(scratch);
-  for_every_64<E, 1>(w, w.row_data(matrix * w.rows + row), [&](const char* codes, int64_t k, int) {
-    Pair p = values(codes, k);
-    _mm512_storeu_si512(out + k, p.a);
-    _mm512_storeu_si512(out + k + 32, p.b);
-  });
+inline bool prepare_scales(const Quantized& w, int64_t matrix, int64_t row, void* out) {
+  if constexpr (S == POWERS) return exponents_per_32(w, matrix, row, (int16_t*)out);
+  if constexpr (S == BLOCKS) scales_per_16(w, matrix, row, Decoder<E4M3>(), (uint16_t*)out);
+  return true;
 }
 
-// sums[m * pitch + n] = dot products of two rows of a bf16 tile and MB rows of x, with f32 scales for every 32 columns.
-template <int MB>
-[[gnu::noinline]] void scaled_block(const uint16_t* w, int64_t ldw, const float* const* scales, int64_t span,
-                                    const uint16_t* x, int64_t ldx, int64_t k, float* sums, int64_t pitch) {
-  constexpr int NB = 2;  // sums of the group and of the row: twice the registers
-  vf acc[NB][MB] = {};
-  for (int64_t g = 0; g < k; g += span) {
-    vf part[NB][MB] = {};
-    int64_t end = g + span < k ? g + span : k;
-    for (int64_t i = g; i < end; i += 32) {
-      __m512bh row[NB];
-#pragma GCC unroll 8
-      for (int n = 0; n < NB; n++) row[n] = DotBF16::load_w(w + n * ldw + i);
-#pragma GCC unroll 8
-      for (int m = 0; m < MB; m++) {
-        __m512bh v = DotBF16::load_x(x + m * ldx + i);
-#pragma GCC unroll 8
-        for (int n = 0; n < NB; n++) part[n][m] = _mm512_dpbf16_ps(part[n][m], row[n], v);
-      }
-    }
-#pragma GCC unroll 8
-    for (int n = 0; n < NB; n++) {
-      vf s = splat(scales[n][g / 32]);
-#pragma GCC unroll 8
-      for (int m = 0; m < MB; m++) acc[n][m] = fma(part[n][m], s, acc[n][m]);
-    }
+// Columns k..k + n, multiples of 64 and of whole groups; zeros past the row's end.
+template <Element E, Scaling S>
+[[gnu::noinline]] void decode_part(const Quantized& w, int64_t matrix, int64_t row, bool prepared, const void* scales,
+                                   int64_t k, int64_t n, uint16_t* out) {
+  const int64_t real = std::max<int64_t>(std::min(n, w.columns - k), 0), whole = (real + 63) / 64 * 64;
+  memset(out + whole, 0, (n - whole) * 2);
+  if (!prepared) {
+    const auto values = std::make_unique<float[]>(n + w.format.group_columns + W);
+    decode_columns<E>(w, matrix, row, k, real, values.get());
+    memset(out + real, 0, (whole - real) * 2);
+    narrow<BF16>(values.get(), real, (char*)out);
+    return;
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < MB; m++)
-#pragma GCC unroll 8
-    for (int n = 0; n < NB; n++) sums[m * pitch + n] = sum_lanes(acc[n][m]);
+  const Values<E, S> values(scales);
+  for_every_64<E, 1>(w, w.row_data(matrix * w.rows + row), k, k + whole, [&](const char* codes, int64_t at, int) {
+    Pair p = values(codes, at);
+    _mm512_storeu_si512(out + at - k, p.a);
+    _mm512_storeu_si512(out + at - k + 32, p.b);
+  });
 }
 
 }  // namespace torchq

@@ -1,10 +1,15 @@
 // Codes and scales of a row to f32 values: code * multiplier, exactly as the torch twin rounds it.
 #pragma once
+#include <algorithm>
 #include <memory>
 
-#include "code.h"
+#include "scale.h"
 
 namespace torchq {
+
+// Which scales decoded values include. OUTER ones are what all of a row shares (a whole row's f32 scale, a global scale):
+// the product's sums may be multiplied by them instead.
+enum Factors { ALL, ALL_BUT_OUTER, NO_FACTORS };
 
 // A batch of quantized matrices, read only. Whatever takes a division is computed once.
 struct Quantized {
@@ -12,12 +17,9 @@ struct Quantized {
   const char *const data, *const scale;
   const float* const global;
   const int64_t rows, columns;  // of one matrix
-  // Without it, what all of a row shares (a whole row's f32 scale, a global scale) is left out of the decoded values,
-  // for the product's sums to be multiplied by.
-  const bool with_outer = true;
+  const Factors factors = ALL;
   const int64_t row_bytes = format.row_bytes(columns);
   const int64_t scale_columns = format.scale_columns(columns), scale_rows = format.scale_rows(rows);
-  const int64_t spans = format.group_columns / 32;  // of 32 columns in a group
 
   const char* row_data(int64_t row) const { return data + row * row_bytes; }
   // The scales of row `row` of matrix `matrix`.
@@ -46,9 +48,10 @@ inline void decode_columns(const Quantized& q, int64_t matrix, int64_t row, int6
   constexpr int per_byte = packs_two(E) ? 2 : 1;
   const int64_t row_bytes = q.row_bytes, width = q.format.group_columns ? q.format.group_columns : n;
   const char *codes = q.row_data(matrix * q.rows + row), *scale = q.row_scale(matrix, row);
-  const float outer = q.with_outer ? q.outer(matrix, row) : 1.f;
+  const float outer = q.factors == ALL ? q.outer(matrix, row) : 1.f;
+  const bool groups = q.format.group_columns && q.factors != NO_FACTORS;
   for (int64_t i = 0; i < n; i += width) {
-    float m = q.format.group_columns ? multiplier(q.format, scale, (c + i) / width, outer) : outer;
+    float m = groups ? multiplier(q.format, scale, (c + i) / width, outer) : outer;
     int64_t from = (c + i) / per_byte, stored = row_bytes - from;
     int64_t whole = stored * per_byte >= width ? width / W * W : stored / W * W;
     decode_run<E>(codes + from, whole, m, out + i);
@@ -59,6 +62,16 @@ inline void decode_columns(const Quantized& q, int64_t matrix, int64_t row, int6
       decode_run<E>(tail, W, m, out + i + whole);
     }
   }
+}
+
+// The f32 scales of a row for every `span` columns, `count` of them and W more at most; zeros past the last group.
+inline void spread_scales(const Quantized& q, int64_t matrix, int64_t row, int64_t span, int64_t count, float* out) {
+  const char* scale = q.row_scale(matrix, row);
+  const int64_t repeat = q.format.group_columns / span, groups = q.scale_columns;
+  int64_t i = 0;
+  if (repeat == 1 && q.format.scale == SCALE_E8M0)
+    for (; i + W <= std::min(groups, count); i += W) store(out + i, e8m0_to_float(convert<vi>(load<vb>(scale + i))));
+  for (; i < count; i++) out[i] = i / repeat < groups ? multiplier(q.format, scale, i / repeat, 1.f) : 0.f;
 }
 
 inline void dequantize_row(const Quantized& q, int64_t matrix, int64_t row, Dtype dtype, char* out) {

@@ -1,93 +1,40 @@
-// The linear layer: prepares x once, then computes panels of output columns for every expert.
+// The linear layer: panels of output columns, for every expert.
 #pragma once
-#include <vector>
-
-#include "bf16.h"
-#include "quantize.h"
+#include "prepare.h"
 
 namespace torchq {
-
-// x as one of the dot products takes it: rows of `pitch` elements, zeros after the last column.
-struct Prepared {
-  enum Kind { AS_F32, AS_BF16, AS_I8 } kind;
-  const char* x;
-  int64_t rows, pitch;
-  std::vector<char> own;            // x, where it is not the caller's memory
-  std::vector<float> row_factor;    // empty: all ones
-  std::vector<int32_t> row_sum;     // AS_I8: sums of the codes
-
-  int size() const { return kind == AS_F32 ? 4 : kind == AS_BF16 ? 2 : 1; }
-  const char* row(int64_t i) const { return x + i * pitch * size(); }
-};
-
-inline bool whole_row_int8(const Format& f) { return f.element == INT8 && f.group_columns == 0; }
-
-// Which arithmetic computes the pair: integers where both sides are int8; bf16 where its values are exact and this CPU
-// multiplies them; else f32.
-inline Prepared::Kind kind_of(const Format& weight, const Format* activation, Dtype dtype) {
-  if (activation && whole_row_int8(weight) && whole_row_int8(*activation)) return Prepared::AS_I8;
-#if TORCHQ_BF16_DOT
-  bool exact = activation ? activation->group_columns == 0 || activation->scale != SCALE_F32 : dtype == BF16;
-  if (exact && has_bf16_kernel(weight)) return Prepared::AS_BF16;
-#endif
-  return Prepared::AS_F32;
-}
-
-inline int64_t padded_pitch(int64_t columns, Prepared::Kind kind) {
-  int64_t unit = kind == Prepared::AS_F32 ? W : 64;
-  return (columns + unit - 1) / unit * unit;
-}
-
-// Row i of x, not quantized.
-inline void prepare_row(const Matrices& x, Prepared& p, int64_t i) {
-  char* out = p.own.data() + i * p.pitch * p.size();
-  if (p.kind == Prepared::AS_BF16) {
-    memcpy(out, x.row(i), x.columns * 2);
-    memset(out + x.columns * 2, 0, (p.pitch - x.columns) * 2);
-  } else {
-    with_dtype(x.dtype, [&]<Dtype D>() { widen<D>(x.row(i), x.columns, (float*)out, p.pitch); });
-  }
-}
-
-// Row i of the quantized x, which leaves out what `row_factor` takes.
-inline void prepare_row(const Quantized& q, Prepared& p, int64_t i) {
-  char* out = p.own.data() + i * p.pitch * p.size();
-  if (p.kind != Prepared::AS_F32) p.row_factor[i] = q.outer(0, i);
-  if (p.kind == Prepared::AS_I8) {
-    memcpy(out, q.row_data(i), q.columns);
-    memset(out + q.columns, 0, p.pitch - q.columns);
-    int32_t sum = 0;
-    for (int64_t k = 0; k < q.columns; k++) sum += int8_t(out[k]);
-    p.row_sum[i] = sum;
-    return;
-  }
-  std::vector<float> values(q.format.padded(q.columns) + q.format.group_columns + W);
-  with_element(q.format.element, [&]<Element E>() { decode_columns<E>(q, 0, i, 0, q.columns, values.data()); });
-  int64_t size = p.size();
-  if (p.kind == Prepared::AS_F32)
-    memcpy(out, values.data(), q.columns * 4);
-  else
-    narrow<BF16>(values.data(), q.columns, out);
-  memset(out + q.columns * size, 0, (p.pitch - q.columns) * size);
-}
 
 struct Linear {
   Quantized w;
   const Prepared& x;
+  const PackedRows& packed;
   const char* bias;  // per matrix and row of w, or nullptr
   Dtype bias_dtype;
   char* out;  // [rows of x, rows of w]
   Dtype out_dtype;
 
-  static constexpr int64_t panel = 16;  // rows of w
-  int64_t panels() const { return (w.rows + panel - 1) / panel; }
+  int64_t panels() const { return (w.rows + PANEL - 1) / PANEL; }
 };
+
+// Rows of x that an expert has; with blocks of them where they are many.
+struct Share {
+  int64_t matrix, from, rows;
+  std::vector<Block> blocks;
+};
+
+// PANEL rows of w, fewer at the end.
+struct Panel {
+  int64_t matrix, first, rows;
+};
+
+// Most rows of x for which repacking the weights does not repay.
+inline int64_t few_rows(const Arithmetic& in) { return in.packed ? 0 : in.kind == Arithmetic::IN_BF16 && in.span ? 8 : 4; }
 
 // Memory of one thread, kept between calls.
 template <class T>
 inline T* scratch(int64_t n, int which) {
-  thread_local std::unique_ptr<T[]> memory[4];
-  thread_local int64_t room[4];
+  thread_local std::unique_ptr<T[]> memory[7];
+  thread_local int64_t room[7];
   if (room[which] < n) memory[which].reset(new T[room[which] = n]);
   return memory[which].get();
 }
@@ -98,44 +45,41 @@ inline float value_at(const char* p, Dtype d, int64_t i) {
   return d == F16 ? f16_to_float(h) : bit_cast<float>(uint32_t(h) << 16);
 }
 
-// Sums [m][panel] of rows first.. of matrix `matrix` times the outer factors, plus bias, to the output.
+// Sums [m][PANEL] times the outer factors, plus bias, to the output.
 template <class S>
-inline void finish(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
-                   const S* sums) {
-  float factor[Linear::panel], bias[Linear::panel] = {};
-  const bool inner_only = l.x.kind != Prepared::AS_F32;
-  for (int64_t n = 0; n < Linear::panel; n++) {
-    bool real = n < n_rows;
-    factor[n] = real && inner_only ? l.w.outer(matrix, first + n) : 1.f;
-    if (real && l.bias) bias[n] = value_at(l.bias, l.bias_dtype, matrix * l.w.rows + first + n);
+inline void finish(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, const S* sums) {
+  float factor[PANEL], bias[PANEL] = {};
+  const bool outer = l.w.factors != ALL;
+  for (int64_t n = 0; n < PANEL; n++) {
+    bool real = n < p.rows;
+    factor[n] = real && outer ? l.w.outer(p.matrix, p.first + n) : 1.f;
+    if (real && l.bias) bias[n] = value_at(l.bias, l.bias_dtype, p.matrix * l.w.rows + p.first + n);
   }
   for (int64_t m = 0; m < m_rows; m++) {
-    float values[Linear::panel];
+    float values[PANEL];
     float row = l.x.row_factor.empty() ? 1.f : l.x.row_factor[from + m];
-    for (int64_t n = 0; n < Linear::panel; n++) values[n] = float(sums[m * Linear::panel + n]) * factor[n] * row + bias[n];
-    char* out = l.out + ((from + m) * l.w.rows + first) * size_of(l.out_dtype);
-    with_dtype(l.out_dtype, [&]<Dtype D>() { narrow<D>(values, n_rows, out); });
+    for (int64_t n = 0; n < PANEL; n++) values[n] = float(sums[m * PANEL + n]) * factor[n] * row + bias[n];
+    char* out = l.out + ((from + m) * l.w.rows + p.first) * size_of(l.out_dtype);
+    with_dtype(l.out_dtype, [&]<Dtype D>() { narrow<D>(values, p.rows, out); });
   }
 }
+
+// ---- a few rows of x ----
 
 #if TORCHQ_BF16_DOT
 // Bytes that what a row's kernel prepares of its scales may take.
 inline int64_t scale_room(const Quantized& w) { return ((w.columns + 1024 + 63) / 64 * 2 + w.format.group_columns) * 4; }
 
-// Most rows of x that decoding in registers takes: more repay a tile, later where a tile's sums need scales.
-constexpr int64_t stream_m(Scaling s) { return s == PER_32 ? 8 : 4; }
-
 template <Element E, Scaling S>
-inline void stream_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
-                         float* sums) {
+inline void stream_panel(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, float* sums) {
   const uint16_t* x = (const uint16_t*)l.x.row(from);
   char* space = scratch<char>(scale_room(l.w), 0);
   auto stream = [&]<Scaling T, int MB>(int64_t n, int64_t m) {
-    stream_row<E, T, MB>(l.w, matrix, first + n, x + m * l.x.pitch, l.x.pitch, m_rows - m, sums + m * Linear::panel + n,
-                         Linear::panel, space);
+    stream_row<E, T, MB>(l.w, p.matrix, p.first + n, x + m * l.x.pitch, l.x.pitch, m_rows - m, sums + m * PANEL + n,
+                         PANEL, space);
   };
-  for (int64_t n = 0; n < n_rows; n++) {
-    if (S == POWERS && !exponents_per_32(l.w, matrix, first + n, (int16_t*)space)) {
+  for (int64_t n = 0; n < p.rows; n++) {
+    if (S == POWERS && !exponents_per_32(l.w, p.matrix, p.first + n, (int16_t*)space)) {
       for (int64_t m = 0; m < m_rows; m += 2) stream.template operator()<PER_32, 2>(n, m);
     } else if constexpr (S == POWERS || S == BLOCKS) {
       stream.template operator()<S, 4>(n, 0);
@@ -152,110 +96,194 @@ inline void stream_panel(const Linear& l, int64_t matrix, int64_t first, int64_t
   }
 }
 
-template <Element E, Scaling S>
-inline void tile_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
-                       float* sums) {
-  const int64_t pitch = l.x.pitch, room = scale_room(l.w);
-  uint16_t* tile = scratch<uint16_t>(Linear::panel * pitch, 0);
-  char* space = scratch<char>(Linear::panel * room, 1);
-  const uint16_t* x = (const uint16_t*)l.x.row(from);
-  const float* scales[Linear::panel];
-  for (int64_t n = 0; n < Linear::panel; n++) {
-    scales[n] = (const float*)(space + n * room);
-    if (n >= n_rows) continue;
-    decode_row<E, S>(l.w, matrix, first + n, space + n * room, tile + n * pitch);
-    if constexpr (S == PER_32) scales[n] = scales_per_32(l.w, matrix, first + n, (float*)(space + n * room));
-  }
-  if constexpr (S != PER_32) {
-    dot_rows<DotBF16>({tile, pitch, n_rows}, x, pitch, m_rows, pitch, sums, Linear::panel);
-  } else {
-    for (int64_t n = 0; n < n_rows; n += 2)  // an odd last row takes a stale one along
-      for_blocks_of_m<BLOCK_M>(m_rows, [&]<int MB>(int64_t m) {
-        scaled_block<MB>(tile + n * pitch, pitch, scales + n, l.w.format.group_columns, x + m * pitch, pitch, pitch,
-                         sums + m * Linear::panel + n, Linear::panel);
-      });
-  }
-}
-
-template <Element E>
-inline void bf16_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
-                       float* sums) {
-  const Scaling on_sums = of_sums(l.w.format), on_weights = of_weights(l.w.format);
-  const Scaling scaling = m_rows <= 2 ? on_sums : on_weights;
-  auto run = [&]<Scaling S>() {
-    if (m_rows <= stream_m(S)) return stream_panel<E, S>(l, matrix, first, n_rows, from, m_rows, sums);
-    if constexpr (S != PER_16) tile_panel<E, S>(l, matrix, first, n_rows, from, m_rows, sums);
-  };
-  // Only the pairs that formats have are compiled.
-  if constexpr (E == E2M1) {
-    if (scaling == PER_16) return run.template operator()<PER_16>();
-    if (scaling == BLOCKS) return run.template operator()<BLOCKS>();
-  } else if constexpr (E != INT4) {
-    if (scaling == PLAIN) return run.template operator()<PLAIN>();
-  }
-  if constexpr (E == E2M1 || E == E4M3)
-    if (scaling == POWERS) return run.template operator()<POWERS>();
-  if constexpr (E != INT8) run.template operator()<PER_32>();
+// Calls f with the element and the scaling, of the pairs that formats have, as compile-time constants.
+template <class F>
+inline void with_scaling(Element element, Scaling scaling, F f) {
+  with_element(element, [&]<Element E>() {
+    if constexpr (E == E2M1) {
+      if (scaling == PER_16) return f.template operator()<E, PER_16>();
+      if (scaling == BLOCKS) return f.template operator()<E, BLOCKS>();
+    } else if constexpr (E != INT4) {
+      if (scaling == PLAIN) return f.template operator()<E, PLAIN>();
+    }
+    if constexpr (E == E2M1 || E == E4M3)
+      if (scaling == POWERS) return f.template operator()<E, POWERS>();
+    if constexpr (E != INT8) f.template operator()<E, PER_32>();
+  });
 }
 #endif
 
 template <Element E>
-inline void f32_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
-                      float* sums) {
+inline void few_in_f32(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, float* sums) {
   const int64_t unit = l.w.format.group_columns ? l.w.format.group_columns : W, pitch = l.x.pitch;
-  int64_t chunk = 2048 / unit * unit;
-  chunk = chunk ? chunk : unit;
-  float* tile = scratch<float>(Linear::panel * (chunk + W), 2);
+  const int64_t chunk = std::max(2048 / unit * unit, unit);
+  float* tile = scratch<float>(PANEL * (chunk + W), 0);
   for (int64_t k = 0; k < l.w.columns; k += chunk) {
-    int64_t n = l.w.columns - k < chunk ? l.w.columns - k : chunk, whole = (n + W - 1) / W * W;
-    for (int64_t r = 0; r < n_rows; r++) {
+    int64_t n = std::min(chunk, l.w.columns - k), whole = (n + W - 1) / W * W;
+    for (int64_t r = 0; r < p.rows; r++) {
       float* row = tile + r * (chunk + W);
-      decode_columns<E>(l.w, matrix, first + r, k, n, row);
+      decode_columns<E>(l.w, p.matrix, p.first + r, k, n, row);
       for (int64_t i = n; i < whole; i++) row[i] = 0;
     }
-    dot_rows<DotF32>({tile, chunk + W, n_rows}, (const float*)l.x.row(from) + k, pitch, m_rows, whole, sums,
-                     Linear::panel);
+    dot_rows<DotF32>({tile, chunk + W, p.rows}, (const float*)l.x.row(from) + k, pitch, m_rows, whole, sums, PANEL);
   }
 }
 
-inline void i8_panel(const Linear& l, int64_t matrix, int64_t first, int64_t n_rows, int64_t from, int64_t m_rows,
-                     int64_t* sums) {
-  // Sums of 2^15 products of bytes fit 32 bits; longer rows add up in 64.
-  constexpr int64_t chunk = 1 << 15;
+inline void few_in_i8(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, int64_t* sums) {
+  constexpr int64_t chunk = 1 << 15;  // sums of so many products of bytes fit 32 bits
   const int64_t columns = l.w.columns, step = DotI8::step;
-  const int8_t* w = (const int8_t*)l.w.row_data(matrix * l.w.rows + first);
-  for (int64_t m = 0; m < m_rows; m++)
-    for (int64_t n = 0; n < n_rows; n++)
-      sums[m * Linear::panel + n] = -int64_t(DotI8::offset) * l.x.row_sum[from + m];
+  const int8_t* w = (const int8_t*)l.w.row_data(p.matrix * l.w.rows + p.first);
   for (int64_t k = 0; k < columns; k += chunk) {
-    int64_t n = columns - k < chunk ? columns - k : chunk, whole = n / step * step;
+    int64_t n = std::min(chunk, columns - k), whole = n / step * step;
     const int8_t* x = (const int8_t*)l.x.row(from) + k;
-    dot_rows<DotI8>({w + k, columns, n_rows}, x, l.x.pitch, m_rows, whole, sums, Linear::panel);
+    dot_rows<DotI8>({w + k, columns, p.rows}, x, l.x.pitch, m_rows, whole, sums, PANEL);
     if (whole == n) continue;
-    alignas(64) int8_t tail[Linear::panel * DotI8::step] = {};  // meets zeros of x
-    for (int64_t r = 0; r < n_rows; r++) memcpy(tail + r * step, w + r * columns + k + whole, n - whole);
-    dot_rows<DotI8>({tail, step, n_rows}, x + whole, l.x.pitch, m_rows, step, sums, Linear::panel);
+    alignas(64) int8_t tail[PANEL * DotI8::step] = {};  // meets zeros of x
+    for (int64_t r = 0; r < p.rows; r++) memcpy(tail + r * step, w + r * columns + k + whole, n - whole);
+    dot_rows<DotI8>({tail, step, p.rows}, x + whole, l.x.pitch, m_rows, step, sums, PANEL);
   }
 }
 
-// Panel `index` of matrix `matrix` for rows from..from + count of x.
-inline void linear_panel(const Linear& l, int64_t matrix, int64_t index, int64_t from, int64_t count) {
-  const int64_t first = index * Linear::panel, left = l.w.rows - first, n_rows = left < Linear::panel ? left : Linear::panel;
-  if (l.x.kind == Prepared::AS_I8) {
-    int64_t* sums = scratch<int64_t>(count * Linear::panel, 0);
-    i8_panel(l, matrix, first, n_rows, from, count, sums);
-    return finish(l, matrix, first, n_rows, from, count, sums);
+// ---- many rows of x ----
+
+// `decode(n, k, columns, out)` gives columns of row n of the panel, k and columns being multiples of `unit`.
+template <class Dot, class S, class Decode>
+inline void packed_panel(const Linear& l, const Panel& p, const std::vector<Block>& blocks, int64_t unit, Decode decode,
+                         const float* factors, S* sums) {
+  using Packed = typename Dot::Packed;
+  constexpr int64_t per = PER_DWORD<Dot>;
+  const int64_t pitch = l.x.pitch, span = l.x.in.span, whole = span ? std::lcm(unit, span) : unit;
+  const int64_t part = std::max<int64_t>(256 * per / unit * unit, unit);        // decoded at a time
+  const int64_t chunk = std::max<int64_t>(2048 * per / whole * whole, whole);   // what the second-level cache holds
+  uint32_t* packed = scratch<uint32_t>(std::min(chunk, pitch) / per * PANEL, 1);
+  Packed* rows = scratch<Packed>(W * part, 2);
+  for (int64_t k = 0; k < pitch; k += chunk) {
+    const int64_t columns = std::min(chunk, pitch - k);
+    for (int64_t at = 0; at < columns; at += part) {
+      const int64_t n = std::min(part, columns - at);
+      for (int64_t half = 0; half < PANEL; half += W) {
+        const int64_t n_rows = std::max<int64_t>(std::min<int64_t>(p.rows - half, W), 0);
+        for (int64_t r = 0; r < n_rows; r++) decode(half + r, k + at, n, rows + r * part);
+        pack_rows([&](int64_t r) { return (const uint32_t*)(rows + r * part); }, n_rows, n / per,
+                  packed + at / per * PANEL + half, PANEL);
+      }
+    }
+    for (const Block& b : blocks) {
+      const uint32_t* x = &l.packed.x[b.at * l.packed.dwords + k / per * b.pitch];
+      S* to = sums + (b.from - blocks[0].from) * PANEL;
+      if constexpr (std::is_same_v<S, float>)
+        if (span) {
+          const int64_t first = b.at * l.x.spans() + k / span * b.pitch;
+          const Groups groups{factors + k / span * PANEL, &l.packed.factor[first], &l.packed.start[first], span / per};
+          with_rows<BLOCK_ROWS_GROUPED>(b.pitch, [&]<int MB>() {
+            packed_groups<Dot, MB>(packed, x, b.pitch, columns / per, groups, to);
+          });
+          continue;
+        }
+      with_rows<BLOCK_ROWS>(b.pitch, [&]<int MB>() { packed_block<Dot, MB>(packed, x, b.pitch, columns / per, to); });
+    }
   }
-  const int64_t room = (count + 7) / 8 * 8 * Linear::panel;  // blocks of rows may pass the last one
-  float* sums = scratch<float>(room, 3);
-  memset(sums, 0, room * sizeof(float));
-  with_element(l.w.format.element, [&]<Element E>() {
+}
+
+// Factors of the panel's rows for every span, [span][PANEL]; ones where w has none.
+inline const float* panel_factors(const Linear& l, const Panel& p, bool of_w) {
+  const int64_t spans = l.x.spans(), room = spans + W;
+  float* rows = scratch<float>(W * room, 3);
+  uint32_t* out = scratch<uint32_t>(std::max<int64_t>(spans, 1) * PANEL, 4);
+  const float factor = l.x.in.kind == Arithmetic::IN_I8 ? int8_factor(l.w.format) : 1.f;
+  for (int64_t half = 0; half < PANEL; half += W) {
+    for (int64_t n = 0; n < W; n++) {
+      float* row = rows + n * room;
+      if (of_w && half + n < p.rows)
+        spread_scales(l.w, p.matrix, p.first + half + n, l.x.in.span, spans, row);
+      else
+        std::fill(row, row + spans, 1.f);
+      if (of_w && factor != 1)
+        for (int64_t s = 0; s < spans; s++) row[s] *= factor;
+    }
+    pack_rows([&](int64_t n) { return (const uint32_t*)(rows + n * room); }, W, spans, out + half, PANEL);
+  }
+  return (const float*)out;
+}
+
 #if TORCHQ_BF16_DOT
-    if (l.x.kind == Prepared::AS_BF16) return bf16_panel<E>(l, matrix, first, n_rows, from, count, sums);
+template <Element E, Scaling S>
+inline void many_in_bf16(const Linear& l, const Panel& p, const std::vector<Block>& blocks, float* sums) {
+  const int64_t room = scale_room(l.w);
+  char* space = scratch<char>(PANEL * room, 0);
+  bool prepared[PANEL];
+  for (int64_t n = 0; n < p.rows; n++)
+    prepared[n] = prepare_scales<E, S>(l.w, p.matrix, p.first + n, space + n * room);
+  const int64_t unit = std::lcm<int64_t>(64, l.w.format.group_columns ? l.w.format.group_columns : 1);
+  auto decode = [&](int64_t n, int64_t k, int64_t columns, uint16_t* out) {
+    decode_part<E, S>(l.w, p.matrix, p.first + n, prepared[n], space + n * room, k, columns, out);
+  };
+  const float* factors = l.x.in.span ? panel_factors(l, p, S == PER_32) : nullptr;
+  packed_panel<DotBF16>(l, p, blocks, unit, decode, factors, sums);
+}
 #endif
-    f32_panel<E>(l, matrix, first, n_rows, from, count, sums);
-  });
-  finish(l, matrix, first, n_rows, from, count, sums);
+
+template <Element E>
+inline void many_in_f32(const Linear& l, const Panel& p, const std::vector<Block>& blocks, float* sums) {
+  const int64_t width = l.w.format.group_columns, unit = std::lcm<int64_t>(W, width ? width : 1);
+  const auto values = std::make_unique<float[]>(std::max<int64_t>(256, unit) + unit + W);
+  auto decode = [&](int64_t n, int64_t k, int64_t columns, float* out) {
+    const int64_t real = std::max<int64_t>(std::min(columns, l.w.columns - k), 0);
+    if (real) decode_columns<E>(l.w, p.matrix, p.first + n, k, real, values.get());
+    memcpy(out, values.get(), real * 4);
+    memset(out + real, 0, (columns - real) * 4);
+  };
+  packed_panel<DotF32>(l, p, blocks, unit, decode, nullptr, sums);
+}
+
+template <class S>
+inline void many_in_i8(const Linear& l, const Panel& p, const std::vector<Block>& blocks, S* sums) {
+  std::vector<int8_t> codes;
+  auto decode = [&](int64_t n, int64_t k, int64_t columns, DotI8::Packed* out) {
+    int8_t* to = (int8_t*)out;
+    if constexpr (sizeof(DotI8::Packed) > 1) {
+      codes.resize(columns);
+      to = codes.data();
+    }
+    int8_codes(l.w.format, l.w.row_data(p.matrix * l.w.rows + p.first + n), l.w.row_bytes, k, columns, to);
+    if constexpr (sizeof(DotI8::Packed) > 1)
+      for (int64_t i = 0; i < columns; i++) out[i] = to[i];
+    else if (DotI8::offset)
+      for (int64_t i = 0; i < columns; i++) to[i] ^= char(DotI8::offset);
+  };
+  const float* factors = l.x.in.span ? panel_factors(l, p, l.w.format.group_columns > 0) : nullptr;
+  packed_panel<DotI8>(l, p, blocks, 64, decode, factors, sums);
+}
+
+// ---- a panel for all rows of x that an expert has ----
+
+inline void linear_panel(const Linear& l, const Panel& p, const Share& share) {
+  const int64_t rows = share.rows, room = (rows + BLOCK_ROWS + 8) * PANEL;  // blocks may pass the last row
+  const bool many = !share.blocks.empty();
+  if (l.x.in.kind == Arithmetic::IN_I8 && l.x.in.span == 0) {
+    int64_t* sums = scratch<int64_t>(room, 5);
+    for (int64_t m = 0; m < rows; m++)
+      std::fill_n(sums + m * PANEL, PANEL, -int64_t(DotI8::offset) * l.x.row_sum[share.from + m]);
+    many ? many_in_i8(l, p, share.blocks, sums) : few_in_i8(l, p, share.from, rows, sums);
+    return finish(l, p, share.from, rows, sums);
+  }
+  float* sums = scratch<float>(room, 6);
+  memset(sums, 0, room * sizeof(float));
+  if (l.x.in.kind == Arithmetic::IN_I8) many_in_i8(l, p, share.blocks, sums);
+#if TORCHQ_BF16_DOT
+  if (l.x.in.kind == Arithmetic::IN_BF16) {
+    const Scaling scaling = rows <= 2 && !many ? of_sums(l.w.format) : of_weights(l.w.format);
+    with_scaling(l.w.format.element, scaling, [&]<Element E, Scaling S>() {
+      if (!many) return stream_panel<E, S>(l, p, share.from, rows, sums);
+      if constexpr (S != PER_16) many_in_bf16<E, S>(l, p, share.blocks, sums);
+    });
+  }
+#endif
+  if (l.x.in.kind == Arithmetic::IN_F32)
+    with_element(l.w.format.element, [&]<Element E>() {
+      many ? many_in_f32<E>(l, p, share.blocks, sums) : few_in_f32<E>(l, p, share.from, rows, sums);
+    });
+  finish(l, p, share.from, rows, sums);
 }
 
 }  // namespace torchq

@@ -80,21 +80,22 @@ void dequantize(Tensor data, Tensor scale, std::optional<Tensor> global, Tensor 
   });
 }
 
-// x for the dot products, quantized first where the layer has an activation format.
-Prepared prepare(const Matrices& x, const Format& weight, const Format* activation) {
-  Prepared p{kind_of(weight, activation, x.dtype), x.x, x.rows, x.columns};
-  p.pitch = padded_pitch(x.columns, p.kind);
-  Dtype native = p.kind == Prepared::AS_BF16 ? BF16 : F32;
+template <class F>
+void for_each(int64_t count, int64_t work, F f) {
+  torch::stable::parallel_for(0, count, grain(work), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) f(i);
+  });
+}
+
+// x for the products, quantized first where the layer has an activation format.
+Prepared prepare(const Matrices& x, const Arithmetic& in, const Format* activation) {
+  Prepared p{in, x.x, x.rows, padded_pitch(x.columns, in)};
+  const Dtype native = in.kind == Arithmetic::IN_BF16 ? BF16 : F32;
   if (!activation && x.dtype == native && p.pitch == x.columns) return p;
-  p.own.resize(x.rows * p.pitch * p.size() + 64);
+  p.own.resize(x.rows * p.pitch * in.size() + 64);
   p.x = p.own.data();
-  auto each_row = [&](auto f) {
-    torch::stable::parallel_for(0, x.rows, grain(x.columns), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) f(i);
-    });
-  };
   if (!activation) {
-    each_row([&](int64_t i) { prepare_row(x, p, i); });
+    for_each(x.rows, x.columns, [&](int64_t i) { prepare_row(x, p, i); });
     return p;
   }
   const Format& f = *activation;
@@ -103,36 +104,70 @@ Prepared prepare(const Matrices& x, const Format& weight, const Format* activati
   std::vector<float> global(f.global == PER_TOKEN ? x.rows : 1, 1.f);
   Rounding rounding = f.element == E2M1 ? EVEN : CEIL;
   quantize_all(x, {f, rounding, data.data(), scale.data(), global.data(), true}, nullptr);
-  Quantized q{f, data.data(), scale.data(), global.data(), x.rows, x.columns, p.kind == Prepared::AS_F32};
-  if (p.kind != Prepared::AS_F32) p.row_factor.resize(x.rows);
-  if (p.kind == Prepared::AS_I8) p.row_sum.resize(x.rows);
-  each_row([&](int64_t i) { prepare_row(q, p, i); });
+  const bool factors = in.span && f.group_columns && (in.kind == Arithmetic::IN_I8 || f.scale == SCALE_F32);
+  Quantized q{f,         data.data(),
+              scale.data(), global.data(),
+              x.rows,    x.columns,
+              factors ? NO_FACTORS : in.kind == Arithmetic::IN_F32 ? ALL : ALL_BUT_OUTER};
+  if (factors) p.span_factor.resize(x.rows * p.spans());
+  if (in.kind != Arithmetic::IN_F32) p.row_factor.resize(x.rows);
+  if (in.kind == Arithmetic::IN_I8) p.row_sum.resize(x.rows * (in.span ? p.spans() : 1));
+  for_each(x.rows, x.columns, [&](int64_t i) { prepare_row(q, p, i); });
   return p;
+}
+
+// Blocks of packed rows for every share that has many of them.
+PackedRows pack(const Prepared& x, std::vector<Share>& shares) {
+  std::vector<Block> all;
+  for (Share& s : shares)
+    if (s.rows > few_rows(x.in)) {
+      const size_t before = all.size();
+      add_blocks(s.from, s.rows, x.in, all);
+      s.blocks.assign(all.begin() + before, all.end());
+    }
+  PackedRows out{x.pitch * x.in.packed_size() / 4};
+  if (all.empty()) return out;
+  const int64_t rows = all.back().at + all.back().pitch;
+  out.x.resize(rows * out.dwords);
+  out.factor.resize(rows * x.spans());
+  out.start.resize(rows * x.spans());
+  for_each(all.size(), all[0].pitch * x.pitch, [&](int64_t i) {
+    if (x.in.kind == Arithmetic::IN_F32) pack_block<DotF32>(x, all[i], out);
+    if (x.in.kind == Arithmetic::IN_I8) pack_block<DotI8>(x, all[i], out);
+#if TORCHQ_BF16_DOT
+    if (x.in.kind == Arithmetic::IN_BF16) pack_block<DotBF16>(x, all[i], out);
+#endif
+  });
+  return out;
 }
 
 // x [T, K]; expert e has rows bounds[e] .. bounds[e + 1]; w (E, N, K), bias (E, N); out [T, N].
 void run_linear(const Tensor& x, const std::vector<int64_t>& bounds, const Tensor& data, const Tensor& scale,
                 const std::optional<Tensor>& global, const std::optional<Tensor>& bias, const Tensor& out, int64_t rows,
                 int64_t columns, int64_t format, int64_t activation) {
-  Matrices in{bytes(x), dtype_of(x), 1, x.numel() / columns, columns};
+  std::vector<Share> shares;
+  for (size_t e = 0; e + 1 < bounds.size(); e++)
+    if (bounds[e + 1] > bounds[e]) shares.push_back({int64_t(e), bounds[e], bounds[e + 1] - bounds[e]});
+  if (shares.empty()) return;
+  const Matrices in{bytes(x), dtype_of(x), 1, x.numel() / columns, columns};
   const Format weight = Format::unpack(format), active = Format::unpack(activation);
-  const Prepared prepared = prepare(in, weight, activation < 0 ? nullptr : &active);
-  const Linear l{{weight, bytes(data), bytes(scale), floats(global), rows, columns, prepared.kind == Prepared::AS_F32},
+  const Format* quantized = activation < 0 ? nullptr : &active;
+  const bool many = in.rows > 4 * int64_t(shares.size());
+  const Prepared prepared = prepare(in, arithmetic_of(weight, quantized, in.dtype, many), quantized);
+  const PackedRows packed = pack(prepared, shares);
+  const Linear l{{weight, bytes(data), bytes(scale), floats(global), rows, columns,
+                  prepared.in.kind == Arithmetic::IN_F32 ? ALL : ALL_BUT_OUTER},
                  prepared,
+                 packed,
                  bias ? bytes(*bias) : nullptr,
                  bias ? dtype_of(*bias) : F32,
                  bytes(out),
                  dtype_of(out)};
-  std::vector<int64_t> active_experts;
-  for (size_t e = 0; e + 1 < bounds.size(); e++)
-    if (bounds[e + 1] > bounds[e]) active_experts.push_back(e);
-  const int64_t panels = l.panels();
-  int64_t work = in.rows * Linear::panel * columns / (active_experts.empty() ? 1 : active_experts.size());
-  torch::stable::parallel_for(0, active_experts.size() * panels, grain(work / 4), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      int64_t e = active_experts[i / panels];
-      linear_panel(l, e, i % panels, bounds[e], bounds[e + 1] - bounds[e]);
-    }
+  const int64_t panels = l.panels(), work = in.rows * PANEL * columns / int64_t(shares.size()) / 4;
+  for_each(shares.size() * panels, work, [&](int64_t i) {
+    const Share& share = shares[i / panels];
+    const int64_t first = i % panels * PANEL;
+    linear_panel(l, {share.matrix, first, std::min(PANEL, rows - first)}, share);
   });
 }
 
