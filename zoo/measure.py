@@ -1,6 +1,8 @@
-"""The two numbers that say what quantization did to a model: perplexity, and the SQNR of its logits."""
+"""What quantization did to a model: perplexity, the SQNR of its logits; and the memory that a call takes."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,3 +31,15 @@ def logits_sqnr(reference: Tensor, value: Tensor) -> float:
     reference, value = reference.double(), value.double()
     noise = (reference - value).square().sum().item()
     return 10 * math.log10(reference.square().sum().item() / noise) if noise else math.inf
+
+
+def allocated_peak(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What the call returns, and the most bytes that torch's CPU allocator held at once above what it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = call()
+    held = peak = 0
+    memory = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(memory, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return result, peak

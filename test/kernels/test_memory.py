@@ -8,29 +8,13 @@ import torch
 
 from torchq.kernels import twin
 from torchq.keys import QUANT_KEYS, QuantKey, stored_nbytes
+from torchq.zoo.measure import allocated_peak
 
 MB = 1 << 20
 SHAPE = (4096, 16384)  # 64M values, 128 MB in bf16, 256 MB in f32
 KEYS = ["fp8_per_tensor_static", "fp8_per_channel_static", "fp8_per_block_static", "mxfp8", "mxfp4", "nvfp4"]
 BLOCKS = "fp8_per_block_static"
 KEYS += ["int8_per_channel_static", "int4_per_group_32"]
-
-
-def peak_of(call):
-    """(result, most bytes that torch's allocator held at once during the call, above what it held before)."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = call()
-    held = peak = 0
-    memory = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(memory, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return result, peak
-
-
-def test_the_measure_sees_what_is_allocated():
-    _, peak = peak_of(lambda: sum(torch.ones(4 * MB, dtype=torch.uint8) for _ in range(3)))
-    assert 8 * MB <= peak <= 24 * MB
 
 
 @pytest.mark.parametrize(
@@ -40,29 +24,29 @@ def test_the_measure_sees_what_is_allocated():
 def test_transient_memory_is_a_few_tiles(name, rows, columns):
     key = QUANT_KEYS[name]
     x = torch.ones(1, columns, dtype=torch.bfloat16).expand(rows, columns).contiguous()  # 8M values
-    q, peak = peak_of(lambda: twin.quantize(x, key, error=torch.zeros(2, dtype=torch.float64)))
+    q, peak = allocated_peak(lambda: twin.quantize(x, key, error=torch.zeros(2, dtype=torch.float64)))
     assert peak - stored_nbytes((rows, columns), key) <= 64 * MB
-    y, peak = peak_of(lambda: twin.dequantize(q, torch.bfloat16))
+    y, peak = allocated_peak(lambda: twin.dequantize(q, torch.bfloat16))
     assert peak - y.nbytes <= 64 * MB
 
 
 def test_a_single_row_of_blocks():
     x = torch.ones(1, 4 * MB, dtype=torch.bfloat16)
-    q, peak = peak_of(lambda: twin.quantize(x, QUANT_KEYS["fp8_per_block_static"]))
+    q, peak = allocated_peak(lambda: twin.quantize(x, QUANT_KEYS["fp8_per_block_static"]))
     assert peak - q.nbytes <= 64 * MB
 
 
 @pytest.mark.parametrize("key", ["fp8_per_token", "nvfp4_per_token"])
 def test_activations_too(key):
     x = torch.ones(1, 16384, 512, dtype=torch.bfloat16)
-    q, peak = peak_of(lambda: twin.quantize(x, QuantKey.from_name(key, "activation")))
+    q, peak = allocated_peak(lambda: twin.quantize(x, QuantKey.from_name(key, "activation")))
     assert peak - q.nbytes <= 64 * MB
 
 
 @pytest.mark.parametrize("name", ["mxfp4", BLOCKS])
 def test_linear_never_holds_the_whole_weight(name):
     q = twin.quantize(torch.ones(1, 4096).expand(4096, 4096).bfloat16(), QUANT_KEYS[name])  # 16M values: 64 MB in f32
-    _, peak = peak_of(lambda: twin.linear(torch.ones(4, 4096), q, None, None))
+    _, peak = allocated_peak(lambda: twin.linear(torch.ones(4, 4096), q, None, None))
     assert peak <= 24 * MB
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchq.zoo.measure import logits_sqnr, perplexity
+from torchq.zoo.measure import allocated_peak, logits_sqnr, perplexity
 
 
 class Copycat(nn.Module):
@@ -41,3 +41,8 @@ def test_sqnr():
     assert logits_sqnr(reference, reference) == math.inf
     assert logits_sqnr(reference, reference * 0.9) == pytest.approx(20, abs=1e-4)
     assert logits_sqnr(reference.bfloat16(), torch.zeros(2)) == pytest.approx(0)
+
+
+def test_allocated_peak_sees_what_is_held_at_once():
+    value, peak = allocated_peak(lambda: sum(torch.ones(4 << 20, dtype=torch.uint8) for _ in range(3)))
+    assert value[0] == 3 and 8 << 20 <= peak <= 24 << 20
