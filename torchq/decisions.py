@@ -68,6 +68,11 @@ class Decisions:
                     f"{', '.join(missing[:4])}{more}; a rule on {name} takes them as one layer: ignore all of them, or "
                     f"target those that you want one by one"
                 )
+            if whole.source == "targets":
+                raise ConfigError(
+                    f"{name} matches quantization_config.targets ({whole.pattern!r}), and all layers inside it match "
+                    "quantization_config.ignore; remove it from one of them"
+                )
             whole = None
         is_ignored = whole is None and (bool(ignored) or self._resolver.is_ignored(name))
         return Answer(dict.fromkeys(linears, whole), is_ignored, Hits(frozenset(), frozenset().union(*hits)))

@@ -44,13 +44,17 @@ def walk(root: nn.Module) -> list[Node]:
 
 def swap(node: Node, replacement: nn.Module) -> None:
     """Put ``replacement`` into every slot of the node, with the old module's hooks and train / eval flag."""
-    old = node.module
-    for name in _HOOKS:
-        setattr(replacement, name, getattr(old, name))
-    replacement.train(old.training)
+    take_over(replacement, node.module)
     for parent, slot in node.slots:
         parent._modules[slot] = replacement
     node.module = replacement
+
+
+def take_over(replacement: nn.Module, old: nn.Module) -> None:
+    """Give ``replacement`` the hooks and the train / eval flag of ``old``."""
+    for name in _HOOKS:
+        setattr(replacement, name, getattr(old, name))
+    replacement.train(old.training)
 
 
 def _paths(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None, str]]:

@@ -1,5 +1,6 @@
 """Rules on experts: one expert, one projection, ignore lists that name them all, containers, and the time it takes."""
 
+import re
 import time
 import warnings
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from torchq import ConfigError, Quantizer, UnsupportedError, quantize_
+from torchq.kernels import announce
 from torchq.nn import ExpertsLayout, Projection, QuantLinear, QuantMoE, register_experts
 from torchq.nn.qmoe import DenseProjection
 
@@ -186,12 +188,14 @@ def test_the_plan_says_whether_shared_experts_may_be_fused(config, note):
     assert note in str(Quantizer(config).plan(model_of(Experts())))
 
 
-def test_log_line_of_the_release(caplog):
+def test_log_lines_of_the_release(caplog):
+    announce.cache_clear()
     model = model_of(*(Experts() for _ in range(3)))
     with caplog.at_level("INFO", "torchq"):
         quantize_(model, {"targets": {"*mlp.experts*": MXFP4}})
     label = '*mlp.experts*, {"weight":"mxfp4","activation":null}'
-    assert f"Quantized 3 layers of types: mlp.experts: 3 (from targets: {label})" in caplog.text
+    assert f"Quantized 3 layers of types: mlp.experts: 3 (from targets: {label})" in caplog.messages
+    assert sum(re.fullmatch(r"Using '\w+' Mxfp4 MoE backend\.", line) is not None for line in caplog.messages) == 1
 
 
 class TestLists:
@@ -225,6 +229,20 @@ class TestLists:
         assert "mlp.experts" not in specs(config, self.build())
         with pytest.raises(ConfigError, match="names some of the experts in layers.0.mlp.experts, but not layers.0"):
             Quantizer({"moe": "mxfp4", "ignore": every[1:]}).plan(self.build())
+
+    def test_targeted_and_ignored(self):
+        config = {"targets": {"*.experts": "mxfp4", "*.q_proj": "mxfp8"}, "ignore": ["*.experts.*.w?"]}
+        with pytest.raises(
+            ConfigError, match=r"layers.0.mlp.experts matches quantization_config.targets \('\*.experts'\)"
+        ):
+            Quantizer(config).plan(self.build())
+
+    def test_linears_keep_their_hooks(self):
+        model, calls = self.build(), []
+        model.layers[0].mlp.experts[1].w2.register_forward_hook(lambda *args: calls.append(args))
+        quantize_(model, {"moe": "mxfp4"})
+        model.layers[0].mlp.experts[1].w2(torch.zeros(1, HIDDEN))
+        assert len(calls) == 1
 
     def test_again(self):
         model = self.build()

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torchq.kernels import QuantizedTensor
 from torchq.nn.linears import LinearKind, is_linear
 from torchq.nn.qlinear import QuantLinear
+from torchq.transforms.tree import take_over
 
 # The gate and the up projection of one expert, which readers fuse into one matrix.
 _FUSED = (("gate_proj", "up_proj"), ("w1", "w3"))
@@ -105,6 +106,6 @@ class ExpertListKind:
         for path, linear in expert_linears(module).items():
             parts = {"weight": matrices[path]}, {"weight": resolutions[path]}
             replacement = LinearKind.build(linear, *parts, backend)
-            replacement.train(linear.training)
+            take_over(replacement, linear)
             module.set_submodule(path, replacement)
         return module
