@@ -90,7 +90,7 @@ def _routers_beside(experts: Node) -> Iterator[nn.Module]:
             continue
         named_router = any(part in slot for part in _ROUTER_PARTS)
         for module in child.modules() if named_router else (child,):
-            if is_linear(module) and not hasattr(module, "codes") and _is_router_shaped(module, count):
+            if is_linear(module) and (slot == "router" or _is_router_shaped(module, count)):
                 yield module
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchq import kernels, quantize_
+from torchq import Quantizer, kernels, quantize_
 from torchq.nn import QuantLinear, QuantMoE
 from torchq.nn.qmoe import QuantParallelExperts
 from torchq.zoo.measure import logits_sqnr
@@ -195,6 +195,37 @@ def test_linear_leaves_experts_and_routers(name):
     assert not experts_of(model) and routers
     assert all(model.get_submodule(n) is m and not isinstance(m, QuantLinear) for n, m in routers.items())
     assert {row.skipped for row in report.rows if row.kind == "moe"} == {"no weight format for moe"}
+
+
+@pytest.mark.parametrize("name", sorted(set(MOE) - set(LISTS) - {"jamba"}))
+def test_routers_stay_protected_once_experts_are_quantized(name):
+    model = MOE[name].build()
+    expected = [row.name for row in Quantizer({"linear": "mxfp8"}).plan(model).quantized]
+    quantize_(model, {"moe": "mxfp4"})
+    assert [row.name for row in Quantizer({"linear": "mxfp8"}).plan(model).quantized] == expected
+
+
+# Where each class keeps its limit, which the tiny models have at 0.5.
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("gpt_oss", "limit"), ("deepseek_v4", "limit"), ("minimax_m3", "swiglu_limit"), ("step3p7", "limit")],
+)
+def test_the_clamp_acts_on_large_weights(name, limit):
+    outputs = []
+    for at in (0.5, 1e9):
+        model, original = MOE[name].build(), MOE[name].build()
+        for each in (model, original):
+            for path, module in each.named_modules():
+                if path.endswith("experts") and hasattr(module, limit):
+                    assert getattr(module, limit) == 0.5
+                    setattr(module, limit, at)
+                    for parameter in module.parameters():
+                        parameter.data *= 40
+        quantize_(model, weight_only("mxfp8"))
+        write_back(model, original)
+        outputs.append(run(name, model))
+        torch.testing.assert_close(outputs[-1], run(name, original), atol=1e-3, rtol=1e-4)
+    assert logits_sqnr(*outputs) < 10
 
 
 def test_hidden_layers_of_one_model_may_differ():
