@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchq.errors import ConfigError, did_you_mean
 from torchq.kernels import ops
+from torchq.kernels.ops import grouped_mm
 from torchq.kernels.qtensor import QuantizedTensor
 from torchq.kernels.registry import BACKENDS, announce, load, select
 from torchq.kernels.scales import global_scale_from_amax
@@ -25,6 +26,7 @@ __all__ = [
     "announce",
     "decibels",
     "grouped_linear",
+    "grouped_mm",
     "linear",
     "load",
     "quantize",

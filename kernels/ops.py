@@ -1,4 +1,4 @@
-"""torchq::linear and torchq::grouped_linear as torch.library ops.
+"""torchq::linear, torchq::grouped_linear and torchq::grouped_mm as torch.library ops.
 
 Opaque to torch.compile, with gradients for the input and the bias, straight through the activation's rounding.
 """
@@ -184,6 +184,34 @@ def _grouped_linear_grad(
 @_grouped_linear_grad.register_fake
 def _(grad, offsets, data, scale, global_scale, weight, columns):
     return grad.new_empty(grad.shape[0], columns)
+
+
+@torch.library.custom_op("torchq::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """torch's grouped_mm, which torch.compile takes for bf16 only (torch 2.13): (T, K), (E, K, N) and (E,) give (T, N).
+
+    Also (M, T) and (T, N), cut along T, give (E, M, N): the gradient of the weight.
+    """
+    return torch.nn.functional.grouped_mm(x, weight, offs=ends)
+
+
+@grouped_mm.register_fake
+def _(x, weight, ends):
+    return x.new_empty(*((ends.shape[0],) if weight.dim() == 2 else ()), x.shape[0], weight.shape[-1])
+
+
+def _mm_setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _mm_backward(ctx, grad):
+    x, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    grad_x = grouped_mm(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    return grad_x, grouped_mm(x.T, grad, ends) if ctx.needs_input_grad[1] else None, None
+
+
+grouped_mm.register_autograd(_mm_backward, setup_context=_mm_setup_context)
 
 
 def _wrap(data: Tensor, scale: Tensor, global_scale: Tensor | None, weight: str, columns: int) -> QuantizedTensor:

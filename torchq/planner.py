@@ -141,10 +141,10 @@ class Planner:
         if blanket and (reason := self.roles.reason(node)):
             return f"{reason}; name it in targets to quantize it"
         if reason := kind.problem(node.module):
-            if blanket:
-                return reason
-            self.problems.append(UnsupportedError(f"{row.name} can't be quantized: {reason}"))
-        elif any(0 in shape for shape in kind.shapes(node.module).values()):
+            if not blanket:
+                self.problems.append(UnsupportedError(f"{row.name} can't be quantized: {reason}"))
+            return reason
+        if any(0 in shape for shape in kind.shapes(node.module).values()):
             return "it has no elements"
         return None
 

@@ -6,7 +6,6 @@ Nothing here imports a model library: a module is known by its own attributes an
 import math
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from torchq.errors import ConfigError
@@ -94,44 +93,54 @@ def _why_not(module: nn.Module) -> str | None:
         return "its forward is patched on the instance (dispatch hooks?); remove the patch first"
     cls = type(module).__name__
     if _is_one_matrix(module):
-        names = ["weight"]
+        layout, names, kept = None, ["weight"], ()
     elif (layout := experts_layout(module)) is None:
         return (
             f"{cls} resembles experts, but how its matrices lie is not known; type "
             f"torchq.nn.register_experts({cls}, torchq.nn.ExpertsLayout(...)) first"
         )
     else:
-        names = layout.parameters
-    held = {name: p for name, p in module.named_parameters()} | dict(module.named_buffers())
+        names, kept = layout.parameters, tuple(f"{child}." for child in (layout.act, layout.post_norm) if child)
+    held = dict(module.named_parameters())
     if missing := [name for name in names if name not in held]:
         return f"it has no parameter {' or '.join(missing)}, which the layout of {cls} names"
     if odd := [f"{n} is {held[n].dtype}" for n in names if not _is_plain_float(held[n])]:
         return f"{odd[0]}; convert it to bfloat16, float16 or float32 first"
-    kept = tuple(f"{name}." for name in ("act_fn", *((layout.post_norm,) if "weight" not in names else ())) if name)
-    if extra := [name for name in held if name not in names and not name.startswith(kept)]:
+    everything = (*held, *dict(module.named_buffers()))
+    if extra := [name for name in everything if name not in names and not name.startswith(kept)]:
         return f"it holds {', '.join(extra)} beside the matrices of its experts"
-    return None if "weight" in names else _why_layout_does_not_fit(module, layout)
+    return None if layout is None else _why_layout_does_not_fit(module, layout)
 
 
 def _why_layout_does_not_fit(module: nn.Module, layout: ExpertsLayout) -> str | None:
-    for name in layout.parameters:
-        dims = 2 if name in (layout.gate_up.bias, layout.down.bias) else 3
-        flat = any(name in p.names and p.flat for p in layout.projections.values())
-        if module.get_parameter(name).dim() != dims - flat:
-            return f"its {name} has shape {tuple(module.get_parameter(name).shape)}, not {dims - flat} dimensions"
-    if layout.num_experts(module) == 0:
-        return "it has no experts"
+    shapes = {name: tuple(module.get_parameter(name).shape) for name in layout.parameters}
+    weights = [(name, 3 - p.flat, p.flat) for p in layout.projections.values() for name in p.names]
+    for name, dims, _ in weights:
+        if len(shapes[name]) != dims:
+            return f"its {name} has shape {shapes[name]}, not {dims} dimensions"
+    if not (experts := layout.num_experts(module)):
+        return "it has no experts, or no num_experts that counts them"
+    for name, _, flat in weights:
+        more = shapes[name][0] % experts if flat else shapes[name][0] - experts
+        if more < 0 or (more and not layout.identity):
+            return f"its {name} has shape {shapes[name]}, which does not go with {experts} experts"
+    for projection in layout.projections.values():
+        expected = projection.shape(module, experts)[:2]
+        if projection.bias is not None and shapes[projection.bias] != expected:
+            return f"its {projection.bias} has shape {shapes[projection.bias]}, not {expected}"
     (_, inner, _), (_, _, width) = (stack.shape for stack in layout.stacks(module).values())
     if inner != width * (1 + layout.gated):
         return (
             f"gate_up gives {inner} columns, which {'gated ' if layout.gated else ''}experts with {width} inner "
             "neurons don't have; is it transposed?"
         )
-    names = [layout.gate] if layout.gate else [layout.act]
-    try:
-        callable(attribute(module, names[0]))
-    except AttributeError:
-        return f"it has no {names[0]} to go between its projections; name it in the ExpertsLayout"
+    for name in filter(None, (layout.gate or layout.act, layout.post_norm)):
+        try:
+            usable = callable(attribute(module, name))
+        except AttributeError:
+            usable = False
+        if not usable:
+            return f"it has no function or module {name}, which the ExpertsLayout names or leaves at its default"
     return None
 
 
@@ -184,9 +193,9 @@ class MoeKind:
         """The modules whose parameters and buffers are those of the layer."""
         if isinstance(module, QuantMoE):
             return [module.gate_up, module.down]
-        layout = experts_layout(module)
+        layout, modules = experts_layout(module), dict(module.named_modules())
         owners = [name.rpartition(".")[0] for name in layout.parameters] if layout is not None else [""]
-        return [module.get_submodule(name) for name in dict.fromkeys(owners)]
+        return [modules[name] for name in dict.fromkeys(owners) if name in modules]
 
     @staticmethod
     def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -268,5 +277,9 @@ class MoeKind:
             if name in matrices:
                 new[name] = projection(QuantProjection, name, bias, weight.dtype)
             else:
-                new[name] = DenseProjection(torch.stack(list(layout.stacks(module)[name])), bias, weight.requires_grad)
+                stack = layout.stacks(module)[name]
+                dense = weight.new_empty(stack.shape)
+                for index, matrix in enumerate(stack):
+                    dense[index] = matrix
+                new[name] = DenseProjection(dense, bias, weight.requires_grad)
         return QuantMoE(module, layout, **new)

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torchq.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -89,6 +91,10 @@ class ExpertsLayout:
     routing: Literal["top_k", "blocks"] = "top_k"
     identity: bool = False
 
+    def __post_init__(self) -> None:
+        if self.routing not in ("top_k", "blocks"):
+            raise ConfigError(f"routing is 'top_k' or 'blocks', not {self.routing!r}")
+
     @property
     def projections(self) -> dict[str, Projection]:
         """The two projections, by the name that they have in a QuantMoE."""
@@ -100,8 +106,10 @@ class ExpertsLayout:
         return [n for p in self.projections.values() for n in (*p.names, *([p.bias] if p.bias else ()))]
 
     def num_experts(self, module: nn.Module) -> int:
-        """How many experts the module holds."""
-        return module.num_experts if self.down.flat else module.get_parameter(self.down.names[0]).shape[0]
+        """How many experts the module holds; 0 if nothing tells."""
+        return (
+            getattr(module, "num_experts", 0) if self.down.flat else module.get_parameter(self.down.names[0]).shape[0]
+        )
 
     def stacks(self, module: nn.Module) -> dict[str, "ExpertStack"]:
         """The canonical matrices of the module, read one expert at a time."""

@@ -71,10 +71,14 @@ class DenseProjection(nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         experts, rows, columns = self.weight.shape
-        unit = 16 // self.weight.element_size()  # grouped_mm wants strides of 16 bytes
-        weight = nn.functional.pad(self.weight, (0, -columns % unit, 0, -rows % unit))
-        x = nn.functional.pad(x.to(weight.dtype), (0, -columns % unit))
-        y = nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:].to(torch.int32))[:, :rows]
+        weight, x = self.weight, x.to(self.weight.dtype)
+        unit = 16 // weight.element_size()  # grouped_mm wants strides of 16 bytes
+        if rows % unit or columns % unit:
+            weight = nn.functional.pad(weight, (0, -columns % unit, 0, -rows % unit))
+            x = nn.functional.pad(x, (0, -columns % unit))
+        # The last expert takes the rows of no expert too: grouped_mm leaves their gradients uninitialized otherwise.
+        ends = torch.cat([offsets[1:-1], offsets.new_full((1,), x.shape[0])]).to(torch.int32)
+        y = kernels.grouped_mm(x, weight.transpose(1, 2), ends)[:, :rows]
         owner = torch.searchsorted(offsets, torch.arange(x.shape[0], device=x.device), right=True) - 1
         y = y if self.bias is None else y + self.bias[owner.clamp(0, experts - 1)]
         return torch.where(((owner >= 0) & (owner < experts))[:, None], y, 0)
@@ -165,6 +169,11 @@ class QuantParallelExperts(QuantProjection):
 
     ``forward(inputs, expert_size)``: inputs (T, K) and E sizes, a list or a tensor, give (T, N).
     """
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts there are."""
+        return self.shape[0]
 
     def forward(self, inputs: Tensor, expert_size: list[int] | Tensor) -> Tensor:
         if isinstance(expert_size, Tensor):

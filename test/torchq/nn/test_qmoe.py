@@ -12,7 +12,9 @@ from torch.nn.functional import silu
 from torchq import ConfigError, QuantKey, UnsupportedError, kernels, quantize_
 from torchq.keys import key_names
 from torchq.nn import ExpertsLayout, Projection, QuantMoE, register_experts
+from torchq.nn.qmoe import DenseProjection
 from torchq.transforms.hadamard import hadamard
+from torchq.zoo.measure import allocated_peak
 
 EXPERTS, HIDDEN, INNER = 5, 64, 96
 WEIGHTS, ACTIVATIONS = key_names("weight"), [name for name in key_names("activation") if "static" not in name]
@@ -173,14 +175,17 @@ def test_one_expert_has_one_global_scale_for_gate_and_up():
     assert quant_moe("fp8_per_tensor_static").gate_up.scale.shape == (EXPERTS,)
 
 
-def test_gradients_reach_the_input_and_the_biases():
-    moe, (x, index, weights) = quant_moe(), routed()
+@pytest.mark.parametrize("target", ["experts", "experts.down_proj"])
+def test_gradients_reach_the_input_and_the_parameters(target):
+    model, (x, index, weights) = nn.ModuleDict({"experts": Experts()}), routed()
+    quantize_(model, {"targets": {target: {"weight": "mxfp8", "activation": None}}})
+    moe = model["experts"]
     x.requires_grad_(), weights.requires_grad_()
     moe(x, index, weights).square().sum().backward()
     x2, weights2 = x.detach().requires_grad_(), weights.detach().requires_grad_()
     grads = {n: p.grad.clone() for n, p in moe.named_parameters()}
     moe.zero_grad()
-    up, down = moe.dequantize().values()
+    up, down = moe.gate_up.weight, moe.down.weight
     hidden = torch.einsum("th,tknh->tkn", x2, up[index]) + moe.gate_up.bias[index]
     gate, middle = hidden.chunk(2, -1)
     y = torch.einsum("tki,tkhi->tkh", silu(gate) * middle, down[index]) + moe.down.bias[index]
@@ -191,9 +196,38 @@ def test_gradients_reach_the_input_and_the_biases():
         torch.testing.assert_close(grads[name], parameter.grad, atol=1e-2, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inner", [INNER, 41])
+def test_a_dense_projection_skips_tokens_of_no_expert(dtype, inner):
+    model = nn.ModuleDict({"experts": Experts(inner)}).to(dtype)
+    quantize_(model, {"targets": {"experts.down_proj": {"weight": "mxfp8", "activation": None}}})
+    moe = model["experts"]
+    assert isinstance(moe.gate_up, DenseProjection) and torch.equal(moe.gate_up.weight, Experts(inner).up.to(dtype))
+    for tokens in (0, 1, 6):
+        x, index, weights = routed(tokens, dtype=dtype)
+        index[:1] = EXPERTS
+        x.requires_grad_()
+        out = moe(x, index, weights)
+        expected = one_by_one(moe, x.detach(), index, weights)
+        assert (out - expected).float().norm() <= 2e-2 * expected.float().norm()
+        out.float().mean().backward()
+        assert torch.isfinite(x.grad).all() and not x.grad[:1].any()
+
+
 @torch.no_grad()
-def test_compiles_once_for_every_number_of_tokens():
-    moe = quant_moe("mxfp4", "mxfp4")
+def test_a_dense_projection_reads_its_weight_where_it_lies():
+    projection = DenseProjection(torch.randn(EXPERTS, INNER, HIDDEN), None)
+    offsets = torch.tensor([0, 1, 1, 2, 2, 3])
+    _, peak = allocated_peak(lambda: projection(torch.randn(3, HIDDEN), offsets))
+    assert peak < projection.weight.nbytes / 4
+
+
+@pytest.mark.parametrize("targets", [{"experts": "mxfp4"}, {"experts.down_proj": "mxfp4"}])
+@torch.no_grad()
+def test_compiles_once_for_every_number_of_tokens(targets):
+    model = nn.ModuleDict({"experts": Experts()})
+    quantize_(model, {"targets": targets})
+    moe = model["experts"]
     torch._dynamo.reset()
     compiled = torch.compile(moe, fullgraph=True, dynamic=True)
     counter = torch._dynamo.utils.counters["stats"]
