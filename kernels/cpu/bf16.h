@@ -33,15 +33,19 @@ class Decoder {
       return {from_int8(codes), from_int8(codes + 32)};
     } else if constexpr (E == E4M3) {
       const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // so that unpacking gives the natural order
-      __m512i c = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
-      __m512i low = _mm512_permutex2var_epi8(table_[0], c, table_[1]);
-      __m512i high = _mm512_permutex2var_epi8(table_[2], c, table_[3]);
-      high = _mm512_ternarylogic_epi32(high, c, _mm512_set1_epi8(char(0x80)), 0xf8);  // high | (c & 0x80)
-      return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+      return unpacked(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes)));
     } else {
       return {_mm512_permutexvar_epi16(nibbles(codes), table_[0]),
               _mm512_permutexvar_epi16(nibbles(codes + 16), table_[0])};
     }
+  }
+
+  // 64 8-bit codes: the lower and the upper halves of the 16-byte lanes.
+  Pair unpacked(__m512i c) const {
+    __m512i low = _mm512_permutex2var_epi8(table_[0], c, table_[1]);
+    __m512i high = _mm512_permutex2var_epi8(table_[2], c, table_[3]);
+    high = _mm512_ternarylogic_epi32(high, c, _mm512_set1_epi8(char(0x80)), 0xf8);  // high | (c & 0x80)
+    return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
   }
 
   // 32 4-bit codes in the low bits of 16-bit lanes; higher bits hold anything.
@@ -120,11 +124,15 @@ struct SpreadPer16 {
   }
 };
 
+// The scale bytes that keep every code a normal number of bf16.
+constexpr int least_normal(Element e) { return e == E2M1 ? 2 : 10; }
+constexpr int most_normal(Element e) { return e == E2M1 ? 252 : 246; }
+
 // What to add to the bits of a row's bf16 values, for every 32 columns; `out` has room for 64 columns more than the row.
-// False where a scale could take some code out of bf16's normal numbers.
+// False where a scale is not one of those.
 inline bool exponents_per_32(const Quantized& w, int64_t matrix, int64_t row, int16_t* out) {
   const uint8_t* scale = (const uint8_t*)w.row_scale(matrix, row);
-  const int low = w.format.element == E2M1 ? 2 : 10, high = w.format.element == E2M1 ? 252 : 246;
+  const int low = least_normal(w.format.element), high = most_normal(w.format.element);
   int odd = 0;
   for (int64_t g = 0; g < w.scale_columns; g++) odd |= (scale[g] < low) | (scale[g] > high);
   if (odd) return false;
@@ -137,12 +145,12 @@ inline bool exponents_per_32(const Quantized& w, int64_t matrix, int64_t row, in
   return true;
 }
 
-inline __m512i times_power(__m512i values, int16_t exponent) {
+inline __m512i times_power(__m512i values, __m512i exponent) {
   // Zeros and NaN stay as they are: their bits, less one and without the sign, are not below those of NaN.
   const __m512i one = _mm512_set1_epi16(1), below = _mm512_set1_epi16(0x7fbf);
   __m512i magnitude = _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
   __mmask32 scaled = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, one), below);
-  return _mm512_mask_add_epi16(values, scaled, values, _mm512_set1_epi16(exponent));
+  return _mm512_mask_add_epi16(values, scaled, values, exponent);
 }
 
 // bf16 values of 64 codes, with the scales in where S says so. `prepared`: exponents_per_32 or scales_per_16 of the row.
@@ -158,7 +166,8 @@ class Values {
       return {scaled_table(codes, exponent_[k / 32]), scaled_table(codes + 16, exponent_[k / 32 + 1])};
     } else if constexpr (S == POWERS) {
       Pair p = decode_(codes);
-      return {times_power(p.a, exponent_[k / 32]), times_power(p.b, exponent_[k / 32 + 1])};
+      return {times_power(p.a, _mm512_set1_epi16(exponent_[k / 32])),
+              times_power(p.b, _mm512_set1_epi16(exponent_[k / 32 + 1]))};
     } else if constexpr (S == BLOCKS) {
       return {two_tables(codes, block_ + k / 16), two_tables(codes + 16, block_ + k / 16 + 2)};
     } else {
@@ -188,14 +197,13 @@ class Values {
   __m512 as_f32_;
 };
 
-// Calls f(codes, column, u) for every 64 columns of a row, from column `from` on and before `to` (both multiples of 64),
-// u counting through 0 .. UNROLL - 1; a partial end comes as a copy with zeros after it, whose values meet zeros of x.
+// Calls f(codes, column, u) for every 64 columns of a row before column `columns` (a multiple of 64), u counting through 0 .. UNROLL - 1; a partial end comes as a copy with zeros after it, whose values meet zeros of x.
 template <Element E, int UNROLL, class F>
-inline void for_every_64(const Quantized& w, const char* codes, int64_t from, int64_t to, F f) {
+inline void for_every_64(const Quantized& w, const char* codes, int64_t columns, F f) {
   constexpr int64_t bytes = Decoder<E>::bytes;
   constexpr int64_t ahead = 4096;  // bytes to prefetch: the hardware's prefetcher stops at pages
-  const int64_t end = std::min(w.row_bytes, to / 64 * bytes);
-  int64_t at = from / 64 * bytes;
+  const int64_t end = std::min(w.row_bytes, columns / 64 * bytes);
+  int64_t at = 0;
   for (; at + UNROLL * bytes <= end; at += UNROLL * bytes) {
 #pragma GCC unroll 8
     for (int u = 0; u < UNROLL; u++) {
@@ -218,7 +226,7 @@ inline void for_every_64(const Quantized& w, const char* codes, int64_t from, in
 template <Element E, Scaling S, int MB>
 [[gnu::noinline]] void stream_row(const Quantized& w, int64_t matrix, int64_t row, const uint16_t* x, int64_t ldx,
                                   int64_t rows, float* sums, int64_t pitch, void* scratch) {
-  constexpr int UNROLL = MB == 1 ? 4 : MB == 8 ? 1 : 2;  // enough independent sums to hide an addition's latency
+  constexpr int UNROLL = MB == 1 ? 4 : 2;  // enough independent sums to hide an addition's latency
   const SpreadPer16 spread;
   const float* per_32 = nullptr;
   const uint16_t* per_16 = (const uint16_t*)scratch;
@@ -228,7 +236,7 @@ template <Element E, Scaling S, int MB>
   const uint16_t* from[MB];
   for (int m = 0; m < MB; m++) from[m] = x + (m < rows ? m : rows - 1) * ldx;
   vf acc[MB][2 * UNROLL] = {};
-  for_every_64<E, UNROLL>(w, w.row_data(matrix * w.rows + row), 0, ldx, [&](const char* codes, int64_t k, int u) {
+  for_every_64<E, UNROLL>(w, w.row_data(matrix * w.rows + row), ldx, [&](const char* codes, int64_t k, int u) {
     Pair p = values(codes, k);
     vf scale[2];
     if constexpr (S == PER_32) {
@@ -259,37 +267,6 @@ template <Element E, Scaling S, int MB>
     for (int u = 1; u < 2 * UNROLL; u++) sum += acc[m][u];
     sums[m * pitch] = sum_lanes(sum);
   }
-}
-
-// ---- many rows of x: parts of a row as bf16, without the outer factor and PER_32 scales ----
-
-// What decode_part needs of a row's scales; false where its values must be made from f32.
-template <Element E, Scaling S>
-inline bool prepare_scales(const Quantized& w, int64_t matrix, int64_t row, void* out) {
-  if constexpr (S == POWERS) return exponents_per_32(w, matrix, row, (int16_t*)out);
-  if constexpr (S == BLOCKS) scales_per_16(w, matrix, row, Decoder<E4M3>(), (uint16_t*)out);
-  return true;
-}
-
-// Columns k..k + n, multiples of 64 and of whole groups; zeros past the row's end.
-template <Element E, Scaling S>
-[[gnu::noinline]] void decode_part(const Quantized& w, int64_t matrix, int64_t row, bool prepared, const void* scales,
-                                   int64_t k, int64_t n, uint16_t* out) {
-  const int64_t real = std::max<int64_t>(std::min(n, w.columns - k), 0), whole = (real + 63) / 64 * 64;
-  memset(out + whole, 0, (n - whole) * 2);
-  if (!prepared) {
-    const auto values = std::make_unique<float[]>(n + w.format.group_columns + W);
-    decode_columns<E>(w, matrix, row, k, real, values.get());
-    memset(out + real, 0, (whole - real) * 2);
-    narrow<BF16>(values.get(), real, (char*)out);
-    return;
-  }
-  const Values<E, S> values(scales);
-  for_every_64<E, 1>(w, w.row_data(matrix * w.rows + row), k, k + whole, [&](const char* codes, int64_t at, int) {
-    Pair p = values(codes, at);
-    _mm512_storeu_si512(out + at - k, p.a);
-    _mm512_storeu_si512(out + at - k + 32, p.b);
-  });
 }
 
 }  // namespace torchq

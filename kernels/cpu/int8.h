@@ -13,23 +13,27 @@ inline bool has_int8_codes(const Format& f) {
 // What a scale is multiplied by to fit the int8 codes.
 inline float int8_factor(const Format& f) { return f.element == E2M1 ? .5f : 1.f; }
 
+// What the codes of e2m1 (twice) and of int4 stand for.
+alignas(16) constexpr int8_t int8_values[2][16] = {{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+                                                   {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}};
+
 // Columns k..k + n of a row of codes; zeros past the row's end. k is even, and n a multiple of 32.
 inline void int8_codes(const Format& f, const char* row, int64_t row_bytes, int64_t k, int64_t n, int8_t* out) {
   if (f.element == INT8) {
     const int64_t real = std::max<int64_t>(std::min(n, row_bytes - k), 0);
+    for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(row + k + n + i);  // what comes next
     memcpy(out, row + k, real);
     memset(out + real, 0, n - real);
     return;
   }
-  alignas(16) static constexpr int8_t values[2][16] = {{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
-                                                       {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}};
-  const int8_t* table = values[f.element == INT4];
+  const int8_t* table = int8_values[f.element == INT4];
   const int64_t real = std::max<int64_t>(std::min(n / 2, row_bytes - k / 2), 0);
   row += k / 2;
   int64_t i = 0;
 #if defined(__AVX2__)
   const __m256i lookup = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
   for (; i + 16 <= real; i += 16) {
+    __builtin_prefetch(row + i + n / 2);
     __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(row + i)));
     w = _mm256_and_si256(_mm256_or_si256(w, _mm256_slli_epi16(w, 4)), _mm256_set1_epi8(15));
     _mm256_storeu_si256((__m256i*)(out + 2 * i), _mm256_shuffle_epi8(lookup, w));

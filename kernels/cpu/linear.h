@@ -28,13 +28,13 @@ struct Panel {
 };
 
 // Most rows of x for which repacking the weights does not repay.
-inline int64_t few_rows(const Arithmetic& in) { return in.packed ? 0 : in.kind == Arithmetic::IN_BF16 && in.span ? 8 : 4; }
+inline int64_t few_rows(const Arithmetic& in) { return in.packed ? 0 : 4; }
 
 // Memory of one thread, kept between calls.
 template <class T>
 inline T* scratch(int64_t n, int which) {
-  thread_local std::unique_ptr<T[]> memory[7];
-  thread_local int64_t room[7];
+  thread_local std::unique_ptr<T[]> memory[8];
+  thread_local int64_t room[8];
   if (room[which] < n) memory[which].reset(new T[room[which] = n]);
   return memory[which].get();
 }
@@ -84,11 +84,6 @@ inline void stream_panel(const Linear& l, const Panel& p, int64_t from, int64_t 
     } else if constexpr (S == POWERS || S == BLOCKS) {
       stream.template operator()<S, 4>(n, 0);
     } else {
-      if constexpr (S == PER_32)
-        if (m_rows > 4) {
-          stream.template operator()<S, 8>(n, 0);
-          continue;
-        }
       m_rows > 2   ? stream.template operator()<S, 4>(n, 0)
       : m_rows > 1 ? stream.template operator()<S, 2>(n, 0)
                    : stream.template operator()<S, 1>(n, 0);
@@ -146,28 +141,36 @@ inline void few_in_i8(const Linear& l, const Panel& p, int64_t from, int64_t m_r
 
 // ---- many rows of x ----
 
-// `decode(n, k, columns, out)` gives columns of row n of the panel, k and columns being multiples of `unit`.
-template <class Dot, class S, class Decode>
-inline void packed_panel(const Linear& l, const Panel& p, const std::vector<Block>& blocks, int64_t unit, Decode decode,
-                         const float* factors, S* sums) {
+// Repacks columns k.. of a panel through rows of values: `decode(n, k, columns, out)` gives columns of row n, k and columns
+// being multiples of `unit`.
+template <class Dot, class Decode>
+inline void repack_values(int64_t n_rows, int64_t k, int64_t columns, int64_t unit, Decode decode, uint32_t* out) {
   using Packed = typename Dot::Packed;
   constexpr int64_t per = PER_DWORD<Dot>;
-  const int64_t pitch = l.x.pitch, span = l.x.in.span, whole = span ? std::lcm(unit, span) : unit;
-  const int64_t part = std::max<int64_t>(256 * per / unit * unit, unit);        // decoded at a time
-  const int64_t chunk = std::max<int64_t>(2048 * per / whole * whole, whole);   // what the second-level cache holds
-  uint32_t* packed = scratch<uint32_t>(std::min(chunk, pitch) / per * PANEL, 1);
+  const int64_t part = std::max<int64_t>(256 * per / unit * unit, unit);
   Packed* rows = scratch<Packed>(W * part, 2);
+  for (int64_t at = 0; at < columns; at += part) {
+    const int64_t n = std::min(part, columns - at);
+    for (int64_t half = 0; half < PANEL; half += W) {
+      const int64_t used = std::clamp<int64_t>(n_rows - half, 0, W);
+      for (int64_t r = 0; r < used; r++) decode(half + r, k + at, n, rows + r * part);
+      pack_rows([&](int64_t r) { return (const uint32_t*)(rows + r * part); }, used, n / per, out + at / per * PANEL + half,
+                PANEL);
+    }
+  }
+}
+
+// `repack(k, columns, out)` gives columns of the panel, k and columns being multiples of `unit`.
+template <class Dot, class S, class Repack>
+inline void packed_panel(const Linear& l, const std::vector<Block>& blocks, int64_t unit, Repack repack,
+                         const float* factors, S* sums) {
+  constexpr int64_t per = PER_DWORD<Dot>;
+  const int64_t pitch = l.x.pitch, span = l.x.in.span, whole = span ? std::lcm(unit, span) : unit;
+  const int64_t chunk = std::max<int64_t>(2048 * per / whole * whole, whole);  // what the second-level cache holds
+  uint32_t* packed = scratch<uint32_t>(std::min(chunk, pitch) / per * PANEL, 1);
   for (int64_t k = 0; k < pitch; k += chunk) {
     const int64_t columns = std::min(chunk, pitch - k);
-    for (int64_t at = 0; at < columns; at += part) {
-      const int64_t n = std::min(part, columns - at);
-      for (int64_t half = 0; half < PANEL; half += W) {
-        const int64_t n_rows = std::max<int64_t>(std::min<int64_t>(p.rows - half, W), 0);
-        for (int64_t r = 0; r < n_rows; r++) decode(half + r, k + at, n, rows + r * part);
-        pack_rows([&](int64_t r) { return (const uint32_t*)(rows + r * part); }, n_rows, n / per,
-                  packed + at / per * PANEL + half, PANEL);
-      }
-    }
+    repack(k, columns, packed);
     for (const Block& b : blocks) {
       const uint32_t* x = &l.packed.x[b.at * l.packed.dwords + k / per * b.pitch];
       S* to = sums + (b.from - blocks[0].from) * PANEL;
@@ -176,13 +179,24 @@ inline void packed_panel(const Linear& l, const Panel& p, const std::vector<Bloc
           const int64_t first = b.at * l.x.spans() + k / span * b.pitch;
           const Groups groups{factors + k / span * PANEL, &l.packed.factor[first], &l.packed.start[first], span / per};
           with_rows<BLOCK_ROWS_GROUPED>(b.pitch, [&]<int MB>() {
-            packed_groups<Dot, MB>(packed, x, b.pitch, columns / per, groups, to);
+            l.x.span_factor.empty() ? packed_groups<Dot, MB, false>(packed, x, b.pitch, columns / per, groups, to)
+                                    : packed_groups<Dot, MB, true>(packed, x, b.pitch, columns / per, groups, to);
           });
           continue;
         }
       with_rows<BLOCK_ROWS>(b.pitch, [&]<int MB>() { packed_block<Dot, MB>(packed, x, b.pitch, columns / per, to); });
     }
   }
+}
+
+// Values of a row from column k on, by f32: any format, as slow as that is.
+template <Element E, Dtype D>
+inline void decode_values(const Quantized& w, int64_t matrix, int64_t row, int64_t k, int64_t columns, char* out) {
+  const int64_t real = std::clamp<int64_t>(w.columns - k, 0, columns);
+  float* values = scratch<float>(columns + w.format.group_columns + W, 7);
+  if (real) decode_columns<E>(w, matrix, row, k, real, values);
+  std::fill(values + real, values + columns, 0.f);
+  narrow<D>(values, columns, out);
 }
 
 // Factors of the panel's rows for every span, [span][PANEL]; ones where w has none.
@@ -209,50 +223,70 @@ inline const float* panel_factors(const Linear& l, const Panel& p, bool of_w) {
 #if TORCHQ_BF16_DOT
 template <Element E, Scaling S>
 inline void many_in_bf16(const Linear& l, const Panel& p, const std::vector<Block>& blocks, float* sums) {
-  const int64_t room = scale_room(l.w);
-  char* space = scratch<char>(PANEL * room, 0);
-  bool prepared[PANEL];
-  for (int64_t n = 0; n < p.rows; n++)
-    prepared[n] = prepare_scales<E, S>(l.w, p.matrix, p.first + n, space + n * room);
-  const int64_t unit = std::lcm<int64_t>(64, l.w.format.group_columns ? l.w.format.group_columns : 1);
-  auto decode = [&](int64_t n, int64_t k, int64_t columns, uint16_t* out) {
-    decode_part<E, S>(l.w, p.matrix, p.first + n, prepared[n], space + n * room, k, columns, out);
-  };
+  const int64_t width = l.w.format.group_columns, count = l.x.pitch / (S == POWERS ? 32 : 16), room = count + width / 16 + 64;
   const float* factors = l.x.in.span ? panel_factors(l, p, S == PER_32) : nullptr;
-  packed_panel<DotBF16>(l, p, blocks, unit, decode, factors, sums);
+  uint32_t* rows = scratch<uint32_t>(W * room, 3);
+  uint32_t* scales = scratch<uint32_t>(room * PANEL, 5);
+  bool normal = true;
+  if constexpr (S == POWERS || S == BLOCKS)
+    for (int64_t half = 0; half < PANEL; half += W) {
+      const int64_t used = std::clamp<int64_t>(p.rows - half, 0, W);
+      for (int64_t n = 0; n < used; n++) {
+        std::fill_n(rows + n * room, room, 0);
+        normal &= scale_vectors<E, S>(l.w, p.matrix, p.first + half + n, rows + n * room);
+      }
+      pack_rows([&](int64_t n) { return rows + n * room; }, used, count, scales + half, PANEL);
+    }
+  if (normal) {
+    const ToBF16<E, S> convert(scales);
+    auto straight = [&](int64_t k, int64_t columns, uint32_t* out) {
+      repack(l.w, p.matrix, p.first, p.rows, k, columns, convert, out);
+    };
+    return packed_panel<DotBF16>(l, blocks, 128, straight, factors, sums);
+  }
+  const int64_t unit = std::lcm<int64_t>(64, width ? width : 1);
+  auto decode = [&](int64_t n, int64_t k, int64_t columns, uint16_t* out) {
+    decode_values<E, BF16>(l.w, p.matrix, p.first + n, k, columns, (char*)out);
+  };
+  auto by_values = [&](int64_t k, int64_t columns, uint32_t* out) {
+    repack_values<DotBF16>(p.rows, k, columns, unit, decode, out);
+  };
+  packed_panel<DotBF16>(l, blocks, unit, by_values, factors, sums);
 }
 #endif
 
 template <Element E>
 inline void many_in_f32(const Linear& l, const Panel& p, const std::vector<Block>& blocks, float* sums) {
   const int64_t width = l.w.format.group_columns, unit = std::lcm<int64_t>(W, width ? width : 1);
-  const auto values = std::make_unique<float[]>(std::max<int64_t>(256, unit) + unit + W);
   auto decode = [&](int64_t n, int64_t k, int64_t columns, float* out) {
-    const int64_t real = std::max<int64_t>(std::min(columns, l.w.columns - k), 0);
-    if (real) decode_columns<E>(l.w, p.matrix, p.first + n, k, real, values.get());
-    memcpy(out, values.get(), real * 4);
-    memset(out + real, 0, (columns - real) * 4);
+    decode_values<E, F32>(l.w, p.matrix, p.first + n, k, columns, (char*)out);
   };
-  packed_panel<DotF32>(l, p, blocks, unit, decode, nullptr, sums);
+  auto by_values = [&](int64_t k, int64_t columns, uint32_t* out) {
+    repack_values<DotF32>(p.rows, k, columns, unit, decode, out);
+  };
+  packed_panel<DotF32>(l, blocks, unit, by_values, nullptr, sums);
 }
 
-template <class S>
+template <Element E, class S>
 inline void many_in_i8(const Linear& l, const Panel& p, const std::vector<Block>& blocks, S* sums) {
+  const float* factors = l.x.in.span ? panel_factors(l, p, l.w.format.group_columns > 0) : nullptr;
+#if defined(__AVX512VNNI__)
+  auto straight = [&](int64_t k, int64_t columns, uint32_t* out) {
+    repack(l.w, p.matrix, p.first, p.rows, k, columns, ToInt8<E>(), out);
+  };
+  packed_panel<DotI8>(l, blocks, 128, straight, factors, sums);
+#else
   std::vector<int8_t> codes;
   auto decode = [&](int64_t n, int64_t k, int64_t columns, DotI8::Packed* out) {
-    int8_t* to = (int8_t*)out;
-    if constexpr (sizeof(DotI8::Packed) > 1) {
-      codes.resize(columns);
-      to = codes.data();
-    }
-    int8_codes(l.w.format, l.w.row_data(p.matrix * l.w.rows + p.first + n), l.w.row_bytes, k, columns, to);
-    if constexpr (sizeof(DotI8::Packed) > 1)
-      for (int64_t i = 0; i < columns; i++) out[i] = to[i];
-    else if (DotI8::offset)
-      for (int64_t i = 0; i < columns; i++) to[i] ^= char(DotI8::offset);
+    codes.resize(columns);
+    int8_codes(l.w.format, l.w.row_data(p.matrix * l.w.rows + p.first + n), l.w.row_bytes, k, columns, codes.data());
+    std::copy_n(codes.data(), columns, out);
   };
-  const float* factors = l.x.in.span ? panel_factors(l, p, l.w.format.group_columns > 0) : nullptr;
-  packed_panel<DotI8>(l, p, blocks, 64, decode, factors, sums);
+  auto by_values = [&](int64_t k, int64_t columns, uint32_t* out) {
+    repack_values<DotI8>(p.rows, k, columns, 64, decode, out);
+  };
+  packed_panel<DotI8>(l, blocks, 64, by_values, factors, sums);
+#endif
 }
 
 // ---- a panel for all rows of x that an expert has ----
@@ -264,12 +298,15 @@ inline void linear_panel(const Linear& l, const Panel& p, const Share& share) {
     int64_t* sums = scratch<int64_t>(room, 5);
     for (int64_t m = 0; m < rows; m++)
       std::fill_n(sums + m * PANEL, PANEL, -int64_t(DotI8::offset) * l.x.row_sum[share.from + m]);
-    many ? many_in_i8(l, p, share.blocks, sums) : few_in_i8(l, p, share.from, rows, sums);
+    many ? many_in_i8<INT8>(l, p, share.blocks, sums) : few_in_i8(l, p, share.from, rows, sums);
     return finish(l, p, share.from, rows, sums);
   }
   float* sums = scratch<float>(room, 6);
   memset(sums, 0, room * sizeof(float));
-  if (l.x.in.kind == Arithmetic::IN_I8) many_in_i8(l, p, share.blocks, sums);
+  if (l.x.in.kind == Arithmetic::IN_I8)
+    with_element(l.w.format.element, [&]<Element E>() {
+      if constexpr (E != E4M3) many_in_i8<E>(l, p, share.blocks, sums);
+    });
 #if TORCHQ_BF16_DOT
   if (l.x.in.kind == Arithmetic::IN_BF16) {
     const Scaling scaling = rows <= 2 && !many ? of_sums(l.w.format) : of_weights(l.w.format);

@@ -74,15 +74,15 @@ template <class Dot, int MB, class S>
       for (int n = 0; n < W; n++) sums[m * PANEL + v * W + n] += acc[m][v][n];
 }
 
-// What the groups of a row's columns share: factors of w [groups][PANEL] and of x [groups][pitch], and what the sums of
-// a group start from.
+// What the groups of a row's columns share: factors of w [groups][PANEL] and, where OF_X, of x [groups][pitch], and what
+// integer sums of a group start from.
 struct Groups {
   const float *w, *x;
   const int32_t* start;
   int64_t dwords;  // in a group
 };
 
-template <class Dot, int MB>
+template <class Dot, int MB, bool OF_X>
 [[gnu::noinline]] void packed_groups(const uint32_t* w, const uint32_t* x, int64_t pitch, int64_t dwords, Groups g,
                                      float* sums) {
   using Sum = typename Dot::Sum;
@@ -116,7 +116,7 @@ template <class Dot, int MB>
           sum = __builtin_convertvector(part[m][v], vf);
         else
           sum = part[m][v];
-        acc[m][v] = fma(sum * g.x[m], factor[v], acc[m][v]);
+        acc[m][v] = fma(OF_X ? sum * g.x[m] : sum, factor[v], acc[m][v]);
       }
   }
   for (int m = 0; m < MB; m++)

@@ -2,10 +2,8 @@
 #pragma once
 #include <vector>
 
-#include "bf16.h"
-#include "int8.h"
-#include "packed.h"
 #include "quantize.h"
+#include "repack.h"
 
 namespace torchq {
 
@@ -107,13 +105,14 @@ struct Block {
   int64_t from, rows, pitch, at;
 };
 
-// `rows` rows from `from` on in blocks of about the same size.
+// `rows` rows from `from` on in as few blocks as there must be, of about the same size.
 inline void add_blocks(int64_t from, int64_t rows, const Arithmetic& in, std::vector<Block>& blocks) {
-  const int64_t most = in.span ? BLOCK_ROWS_GROUPED : BLOCK_ROWS, count = (rows + most - 1) / most;
-  const int64_t pitch = ((rows + count - 1) / count + 1) / 2 * 2;
-  for (int64_t i = 0; i < rows; i += pitch) {
-    int64_t at = blocks.empty() ? 0 : blocks.back().at + blocks.back().pitch;
-    blocks.push_back({from + i, std::min(pitch, rows - i), pitch, at});
+  const int64_t most = (in.span ? BLOCK_ROWS_GROUPED : BLOCK_ROWS) / 2, pairs = (rows + 1) / 2;
+  const int64_t count = (pairs + most - 1) / most;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t first = i * pairs / count * 2, last = (i + 1) * pairs / count * 2;
+    const int64_t at = blocks.empty() ? 0 : blocks.back().at + blocks.back().pitch;
+    blocks.push_back({from + first, std::min(last, rows) - first, last - first, at});
   }
 }
 
@@ -140,7 +139,7 @@ inline void pack_block(const Prepared& p, const Block& b, PackedRows& out) {
   for (int64_t s = 0; s < spans; s++)
     for (int64_t m = 0; m < b.pitch; m++) {
       const int64_t to = b.at * spans + s * b.pitch + m, row = b.from + m;
-      out.factor[to] = m >= b.rows ? 0.f : p.span_factor.empty() ? 1.f : p.span_factor[row * spans + s];
+      out.factor[to] = m >= b.rows || p.span_factor.empty() ? 0.f : p.span_factor[row * spans + s];
       out.start[to] = m >= b.rows || p.row_sum.empty() ? 0 : -DotI8::offset * p.row_sum[row * spans + s];
     }
 }
