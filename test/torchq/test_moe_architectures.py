@@ -164,6 +164,16 @@ def test_module_compiles_as_one_graph(name):
         torch.testing.assert_close(compiled(*args, **kwargs), module(*args, **kwargs))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOE)
+def test_model_compiles(name):
+    model = MOE[name].build()
+    quantize_(model, {"moe": "mxfp8"})
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    assert logits_sqnr(run(name, model), run(name, compiled)) > 100
+
+
 @pytest.mark.parametrize("name", MOE)
 def test_state_dict_round_trip(name):
     model, other = MOE[name].build(), MOE[name].build()
