@@ -69,8 +69,8 @@ inline void spread_scales(const Quantized& q, int64_t matrix, int64_t row, int64
   const char* scale = q.row_scale(matrix, row);
   const int64_t repeat = q.format.group_columns / span, groups = q.scale_columns;
   int64_t i = 0;
-  if (repeat == 1 && q.format.scale == SCALE_E8M0)
-    for (; i + W <= std::min(groups, count); i += W) store(out + i, e8m0_to_float(convert<vi>(load<vb>(scale + i))));
+  if (repeat == 1)
+    for (; i + W <= std::min(groups, count); i += W) store(out + i, stored_scales(q.format, scale + i * q.format.scale_size()));
   for (; i < count; i++) out[i] = i / repeat < groups ? multiplier(q.format, scale, i / repeat, 1.f) : 0.f;
 }
 

@@ -1,5 +1,6 @@
 // The linear layer: panels of output columns, for every expert.
 #pragma once
+#include "few.h"
 #include "prepare.h"
 
 namespace torchq {
@@ -49,10 +50,9 @@ inline float value_at(const char* p, Dtype d, int64_t i) {
 template <class S>
 inline void finish(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, const S* sums) {
   float factor[PANEL], bias[PANEL] = {};
-  const bool outer = l.w.factors != ALL;
   for (int64_t n = 0; n < PANEL; n++) {
     bool real = n < p.rows;
-    factor[n] = real && outer ? l.w.outer(p.matrix, p.first + n) : 1.f;
+    factor[n] = real ? l.w.outer(p.matrix, p.first + n) : 1.f;
     if (real && l.bias) bias[n] = value_at(l.bias, l.bias_dtype, p.matrix * l.w.rows + p.first + n);
   }
   for (int64_t m = 0; m < m_rows; m++) {
@@ -110,17 +110,26 @@ inline void with_scaling(Element element, Scaling scaling, F f) {
 
 template <Element E>
 inline void few_in_f32(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, float* sums) {
-  const int64_t unit = l.w.format.group_columns ? l.w.format.group_columns : W, pitch = l.x.pitch;
-  const int64_t chunk = std::max(2048 / unit * unit, unit);
-  float* tile = scratch<float>(PANEL * (chunk + W), 0);
-  for (int64_t k = 0; k < l.w.columns; k += chunk) {
-    int64_t n = std::min(chunk, l.w.columns - k), whole = (n + W - 1) / W * W;
-    for (int64_t r = 0; r < p.rows; r++) {
-      float* row = tile + r * (chunk + W);
-      decode_columns<E>(l.w, p.matrix, p.first + r, k, n, row);
-      for (int64_t i = n; i < whole; i++) row[i] = 0;
+  const Quantized& w = l.w;
+  const int64_t width = w.format.group_columns, span = width % 32 ? 16 : 32;
+  const int64_t count = (w.format.padded(w.columns) + 31) / 32 * 32 / span;
+  float* scales = scratch<float>(count + 2 * W, 0);
+  if (!width) std::fill_n(scales, count, Raw<E>::factor);
+  for (int64_t n = 0; n < p.rows; n++) {
+    if (width) {
+      spread_scales(w, p.matrix, p.first + n, span, count, scales);
+      for (int64_t i = 0; i < count; i += W) store(scales + i, load<vf>(scales + i) * Raw<E>::factor);
     }
-    dot_rows<DotF32>({tile, chunk + W, p.rows}, (const float*)l.x.row(from) + k, pitch, m_rows, whole, sums, PANEL);
+    const char* codes = w.row_data(p.matrix * w.rows + p.first + n);
+    auto rows = [&]<int MB>(int64_t m) {
+      const float* x = (const float*)l.x.row(from + m);
+      float* to = sums + m * PANEL + n;
+      span == 32 ? few_rows_of_f32<E, MB, 32>(codes, w.row_bytes, scales, x, l.x.pitch, to, PANEL)
+                 : few_rows_of_f32<E, MB, 16>(codes, w.row_bytes, scales, x, l.x.pitch, to, PANEL);
+    };
+    int64_t m = 0;
+    for (; m + 2 <= m_rows; m += 2) rows.template operator()<2>(m);
+    if (m < m_rows) rows.template operator()<1>(m);
   }
 }
 

@@ -155,8 +155,7 @@ void run_linear(const Tensor& x, const std::vector<int64_t>& bounds, const Tenso
   const bool many = in.rows > 4 * int64_t(shares.size());
   const Prepared prepared = prepare(in, arithmetic_of(weight, quantized, in.dtype, many), quantized);
   const PackedRows packed = pack(prepared, shares);
-  const Linear l{{weight, bytes(data), bytes(scale), floats(global), rows, columns,
-                  prepared.in.kind == Arithmetic::IN_F32 ? ALL : ALL_BUT_OUTER},
+  const Linear l{{weight, bytes(data), bytes(scale), floats(global), rows, columns, ALL_BUT_OUTER},
                  prepared,
                  packed,
                  bias ? bytes(*bias) : nullptr,

@@ -24,7 +24,7 @@ inline Arithmetic arithmetic_of(const Format& weight, const Format* activation, 
   if (activation && has_int8_codes(weight) && has_int8_codes(*activation)) {
     const int64_t span = common(weight.group_columns, activation->group_columns);
     if (span == 0) return {Arithmetic::IN_I8};
-    if (many) return {Arithmetic::IN_I8, span, true};
+    if (many && W > 4) return {Arithmetic::IN_I8, span, true};  // without an instruction for it, f32 is faster
   }
 #if TORCHQ_BF16_DOT
   if ((activation || dtype == BF16) && has_bf16_kernel(weight)) {
@@ -52,7 +52,7 @@ struct Prepared {
 };
 
 inline int64_t padded_pitch(int64_t columns, const Arithmetic& in) {
-  int64_t unit = in.kind == Arithmetic::IN_F32 ? W : 64;
+  int64_t unit = in.kind == Arithmetic::IN_F32 ? 32 : 64;
   if (in.span) unit = std::lcm(unit, in.span);
   return (columns + unit - 1) / unit * unit;
 }

@@ -26,6 +26,13 @@ inline vf e8m0_to_float(vi byte) {
   return (vf)(byte == 255 ? splat(0x7fc00000) : bits);
 }
 
+// W stored scales as f32, without a global scale.
+inline vf stored_scales(const Format& f, const char* scale) {
+  if (f.scale == SCALE_F32) return load<vf>(scale);
+  const vi bytes = convert<vi>(load<vb>(scale));
+  return f.scale == SCALE_E8M0 ? e8m0_to_float(bytes) : decode<E4M3>(bytes);
+}
+
 // The f32 scales of groups; see torchq.kernels.scales.stored_scale.
 inline vf f32_from_amax(vi bits, const Format& f) {
   vf amax = (vf)bits, scale;

@@ -61,6 +61,7 @@ inline To convert(From v) {
   __m128i small{};
   if constexpr (from < to) memcpy(&small, &v, sizeof(v) < 16 ? sizeof(v) : 16);
 #if defined(__AVX512F__)
+  if constexpr (from == 1 && to == 2) return bits(_mm256_cvtepu8_epi16(small));
   if constexpr (from == 1 && to == 4) return bits(_mm512_cvtepu8_epi32(small));
   if constexpr (from == 1 && to == 8) return bits(_mm512_cvtepu8_epi64(small));
   if constexpr (from == 2 && to == 4) return bits(_mm512_cvtepu16_epi32((__m256i)v));
@@ -68,6 +69,7 @@ inline To convert(From v) {
   if constexpr (from == 4 && to == 2) return bits(_mm512_cvtepi32_epi16((__m512i)v));
   if constexpr (from == 8 && to == 1) return bits(_mm512_cvtepi64_epi8((__m512i)v));
 #else
+  if constexpr (from == 1 && to == 2) return bits(_mm_cvtepu8_epi16(small));
   if constexpr (from == 1 && to == 4) return bits(_mm256_cvtepu8_epi32(small));
   if constexpr (from == 1 && to == 8) return bits(_mm256_cvtepu8_epi64(small));
   if constexpr (from == 2 && to == 4) return bits(_mm256_cvtepu16_epi32(small));
