@@ -270,7 +270,7 @@ class Planner:
 
 def _kind_of(module: nn.Module, name: str):
     """How to handle a layer, quantized already or not; None for what is no layer."""
-    quantized = (kind for kind in _KINDS if kind.is_quantized(module))
+    quantized = (kind for kind in (LinearKind, MoeKind) if kind.is_quantized(module))  # a list is known by its name
     return next(quantized, None) or next((kind for kind in _KINDS if kind.recognises(module, name)), None)
 
 

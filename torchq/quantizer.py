@@ -167,7 +167,7 @@ def _scales_within(job: Job) -> dict[str, Tensor]:
     scales, module = {}, job.node.module
     for group in job.kind.shares(module):
         if (resolution := job.resolutions[group[0]]) is not None and resolution.weight.global_scale:
-            matrices = (m for name, m in job.kind.matrices(module) if name in group)
+            matrices = (job.kind.matrix(module, name) for name in group)
             scale = kernels.shared_global_scale(_rotated(m, resolution.hadamard_size) for m in matrices)
             scales.update(dict.fromkeys(group, scale))
     return scales

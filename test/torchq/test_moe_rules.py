@@ -244,6 +244,13 @@ class TestLists:
         model.layers[0].mlp.experts[1].w2(torch.zeros(1, HIDDEN))
         assert len(calls) == 1
 
+    def test_a_list_of_other_quantized_layers_is_no_experts(self):
+        model = nn.Sequential(nn.ModuleDict({"layers": nn.ModuleList(Expert() for _ in range(2))}))
+        quantize_(model, "mxfp8")
+        report = quantize_(model, {"targets": {"*.w1": "mxfp4", "*.w2": "mxfp8"}})
+        assert [row.name for row in report.quantized] == ["0.layers.0.w1", "0.layers.1.w1"]
+        assert {row.kind for row in Quantizer("mxfp4").plan(model).rows} == {"linear"}
+
     def test_again(self):
         model = self.build()
         quantize_(model, {"moe": "mxfp8"})

@@ -74,9 +74,12 @@ class ExpertListKind:
     @staticmethod
     def matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The dense matrices (N, K) by path, one at a time."""
-        for path, linear in expert_linears(module).items():
-            for _, matrix in LinearKind.matrices(linear):
-                yield path, matrix
+        return ((path, ExpertListKind.matrix(module, path)) for path in expert_linears(module))
+
+    @staticmethod
+    def matrix(module: nn.Module, path: str) -> Tensor:
+        """One dense matrix (N, K)."""
+        return next(matrix for _, matrix in LinearKind.matrices(module.get_submodule(path)))
 
     @staticmethod
     def specs(module: nn.Module) -> dict[str, tuple]:
