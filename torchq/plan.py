@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torchq import table
+from torchq.keys import QuantKey
 from torchq.resolution import Resolution, summary_line
 
 LARGE = 1 << 20  # bytes from which an unquantized parameter is worth a line
@@ -40,12 +41,14 @@ class Row:
         return _spec(self.resolution)
 
 
-def _spec(resolution: Resolution | None) -> str:
-    if resolution is None:
-        return ""
-    size = resolution.hadamard_size
-    text = f"{resolution.weight} x {resolution.activation or '16-bit'}"
-    return text if size is None else f"{text}, hadamard {size}"
+def _spec(to: Resolution | None) -> str:
+    return "" if to is None else spec_text(to.weight, to.activation, to.hadamard_size)
+
+
+def spec_text(weight: QuantKey, activation: QuantKey | None, hadamard_size: int | None) -> str:
+    """What a layer is quantized to, as tables print it."""
+    text = f"{weight} x {activation or '16-bit'}"
+    return text if hadamard_size is None else f"{text}, hadamard {hadamard_size}"
 
 
 @dataclass

@@ -136,7 +136,9 @@ class Planner:
             if blanket:
                 spec = f"{weight} x {activation or '16-bit'}"
                 return f"quantized already ({spec}); name it in targets to quantize it again"
-            row.notes.append(f"{row.name}: quantized again from its {weight} weight")
+            again = dict.fromkeys(str(now[n][0]) for n, r in answer.resolutions.items() if r and n in now)
+            if again:
+                row.notes.append(f"{row.name}: quantized again from its {' and '.join(again)} weight")
             return None
         if blanket and (reason := self.roles.reason(node)):
             return f"{reason}; name it in targets to quantize it"

@@ -188,6 +188,13 @@ def test_the_plan_says_whether_shared_experts_may_be_fused(config, note):
     assert note in str(Quantizer(config).plan(model_of(Experts())))
 
 
+def test_shared_experts_that_are_quantized_already_count_as_what_they_are():
+    model = model_of(Experts())
+    quantize_(model, {"linear": "mxfp4"})
+    assert "shared_experts: same spec as the routed experts" in str(Quantizer({"moe": "mxfp4"}).plan(model))
+    assert "shared_experts: mxfp4 x mxfp4, unlike" in str(Quantizer({"moe": "mxfp8"}).plan(model))
+
+
 def test_log_lines_of_the_release(caplog):
     announce.cache_clear()
     model = model_of(*(Experts() for _ in range(3)))
@@ -266,9 +273,16 @@ def test_experts_quantized_again():
     model = model_of(Experts())
     quantize_(model, {"moe": "mxfp8"})
     report = quantize_(model, {"targets": {"*experts.*.down_proj": "mxfp4", "*q_proj": "mxfp4"}})
+    assert report.quantized[0].notes[0] == "layers.0.mlp.experts: quantized again from its mxfp8 weight"
     experts = model.layers[0].mlp.experts
     assert (str(experts.gate_up.weight_key), str(experts.down.weight_key)) == ("mxfp8", "mxfp4")
     assert report.bytes_after == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    model2 = model_of(Experts())
+    quantize_(model2, {"targets": {"*experts.*.down_proj": "mxfp4"}})
+    report = quantize_(model2, {"targets": {"*experts.gate_up_proj": "mxfp8"}})
+    assert "again" not in str(report.quantized[0].notes)  # it was dense
+    experts = model2.layers[0].mlp.experts
+    assert (str(experts.gate_up.weight_key), str(experts.down.weight_key)) == ("mxfp8", "mxfp4")
     plan = Quantizer({"targets": {"*experts.*.down_proj": "mxfp4", "*q_proj": "mxfp8"}}).plan(model)
     assert "quantized to this spec already" in {row.skipped for row in plan.rows}
 
