@@ -23,10 +23,7 @@ class Decisions:
         found = {name: a for name, a in answers.items() if any(a.resolutions.values())}
         distinct = {tuple(r and keys(r) for r in a.resolutions.values()) for a in found.values()}
         if len(distinct) > 1 or (found and any(a.ignored for name, a in answers.items() if name not in found)):
-            listed = "; ".join(
-                f"{n}: {combined(a.resolutions) or ('ignored' if a.ignored else 'not matched')}"
-                for n, a in answers.items()
-            )
+            listed = "; ".join(f"{name}: {_told(answer)}" for name, answer in answers.items())
             raise ConfigError(f"one module has several names that get different specs: {listed}")
         first = next(iter((found or answers).values()))
         hits = Hits(*(frozenset().union(*sets) for sets in zip(*(a.hits for a in answers.values()), strict=True)))
@@ -76,6 +73,13 @@ class Decisions:
             whole = None
         is_ignored = whole is None and (bool(ignored) or self._resolver.is_ignored(name))
         return Answer(dict.fromkeys(linears, whole), is_ignored, Hits(frozenset(), frozenset().union(*hits)))
+
+
+def _told(answer: Answer) -> str:
+    nothing = "ignored" if answer.ignored else "not matched"
+    if len(set(answer.resolutions.values())) > 1:
+        return ", ".join(f"{matrix} {resolution or nothing}" for matrix, resolution in answer.resolutions.items())
+    return str(combined(answer.resolutions) or nothing)
 
 
 def keys(resolution: Resolution) -> tuple:

@@ -188,6 +188,28 @@ def test_the_plan_says_whether_shared_experts_may_be_fused(config, note):
     assert note in str(Quantizer(config).plan(model_of(Experts())))
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"targets": {"layers.0.mlp.experts": "mxfp4", "layers.1.mlp.experts": "mxfp8"}},
+            "layers.0.mlp.experts, mxfp4; layers.1.mlp.experts: targets: layers.1.mlp.experts, mxfp8",
+        ),
+        (
+            {"moe": "mxfp4", "ignore": ["layers.1.mlp.experts.*.down_proj"]},
+            "layers.0.mlp.experts: moe: mxfp4; layers.1.mlp.experts: gate_up moe: mxfp4, down ignored",
+        ),
+    ],
+)
+def test_one_module_under_two_names(config, message):
+    experts = Experts()
+    with pytest.raises(ConfigError, match=f"one module has several names that get different specs: .*{message}"):
+        Quantizer(config).plan(model_of(experts, experts))
+    model = model_of(experts, experts)
+    quantize_(model, {"moe": "mxfp4"})
+    assert model.layers[0].mlp.experts is model.layers[1].mlp.experts
+
+
 def test_shared_experts_that_are_quantized_already_count_as_what_they_are():
     model = model_of(Experts())
     quantize_(model, {"linear": "mxfp4"})
