@@ -63,6 +63,7 @@ class Planner:
         self.problems: list[Exception] = []
         self.use = PatternUse(resolver)
         self.inside: dict[int, str] = {}  # modules that are part of a layer, by id
+        self.lists: list[nn.Module] = []  # containers of experts whose linears are layers of their own
 
     def plan(self) -> QuantizationPlan:
         rows = [row for node in self.nodes[1:] if (row := self._row(node)) is not None]
@@ -94,6 +95,7 @@ class Planner:
             return None
         kind = _kind_of(module, node.name)
         if kind is ExpertListKind and not self.decisions.takes_list(names):
+            self.lists.append(module)
             kind = None
         self.use.note(names, None if kind is not None else type(module).__name__)
         if kind is None:
@@ -232,10 +234,12 @@ class Planner:
                 self.resolver.check_group(fused, [job.row.name for job in jobs], "linear")
             except ConfigError as problem:
                 self.problems.append(problem)
-            same = {(j.row.resolution.weight, j.row.resolution.hadamard_size) for j in jobs}
-            if len(jobs) > 1 and len(same) == 1 and jobs[0].row.resolution.weight.global_scale:
-                for job in jobs:
-                    job.shares = job.shares or jobs
+            _share(jobs)
+        of_module = {id(job.node.module): job for job in self.jobs}
+        for experts in self.lists:
+            for group in ExpertListKind.shares(experts):
+                found = (of_module.get(id(experts.get_submodule(path))) for path in group)
+                _share([job for job in found if job is not None])
 
     def _check_patterns(self, rows: list[Row]) -> None:
         complaints = self.use.unused_targets(row.name for row in rows if row.kind != "other")
@@ -268,6 +272,14 @@ class Planner:
                     fqn = f"{node.name}.{name}" if node.name else name
                     found.setdefault(id(tensor), (fqn, type(node.module).__name__, tensor.nbytes))
         return list(found.values())
+
+
+def _share(jobs: list[Job]) -> None:
+    """Let the jobs share an NVFP4 global scale, if they all have one and rotate their weights alike."""
+    same = {(job.row.resolution.weight, job.row.resolution.hadamard_size) for job in jobs}
+    if len(jobs) > 1 and len(same) == 1 and jobs[0].row.resolution.weight.global_scale:
+        for job in jobs:
+            job.shares = job.shares or jobs
 
 
 def _kind_of(module: nn.Module, name: str):

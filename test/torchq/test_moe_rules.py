@@ -249,6 +249,13 @@ class TestLists:
     def test_a_pattern_that_hits_the_container_and_its_linears_has_no_conflict(self):
         assert specs({"targets": {"*.experts*": "mxfp4"}}, self.build()) == {"mlp.experts": "mxfp4 x mxfp4"}
 
+    def test_linears_of_one_expert_share_a_global_scale_too(self):
+        model = self.build()
+        quantize_(model, {"linear": "nvfp4"})
+        for expert in model.layers[0].mlp.experts:
+            assert torch.equal(expert.w1.global_scale, expert.w3.global_scale)
+            assert not torch.equal(expert.w1.global_scale, expert.w2.global_scale)
+
     def test_a_pattern_on_the_linears_leaves_them_layers_of_their_own(self):
         assert len(specs({"targets": {"*.experts.*.w2": "mxfp4"}}, self.build())) == EXPERTS
 
