@@ -67,11 +67,13 @@ inline void decode_columns(const Quantized& q, int64_t matrix, int64_t row, int6
 // The f32 scales of a row for every `span` columns, `count` of them and W more at most; zeros past the last group.
 inline void spread_scales(const Quantized& q, int64_t matrix, int64_t row, int64_t span, int64_t count, float* out) {
   const char* scale = q.row_scale(matrix, row);
-  const int64_t repeat = q.format.group_columns / span, groups = q.scale_columns;
+  const int64_t repeat = q.format.group_columns / span, size = q.format.scale_size();
   int64_t i = 0;
   if (repeat == 1)
-    for (; i + W <= std::min(groups, count); i += W) store(out + i, stored_scales(q.format, scale + i * q.format.scale_size()));
-  for (; i < count; i++) out[i] = i / repeat < groups ? multiplier(q.format, scale, i / repeat, 1.f) : 0.f;
+    for (; i + W <= std::min(q.scale_columns, count); i += W) store(out + i, stored_scales(q.format, scale + i * size));
+  for (int64_t g = i; g < q.scale_columns && i < count; g++)
+    for (int64_t end = std::min(i + repeat, count); i < end; i++) out[i] = multiplier(q.format, scale, g, 1.f);
+  std::fill(out + i, out + std::max(i, count), 0.f);
 }
 
 inline void dequantize_row(const Quantized& q, int64_t matrix, int64_t row, Dtype dtype, char* out) {

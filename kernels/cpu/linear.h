@@ -28,16 +28,12 @@ struct Panel {
   int64_t matrix, first, rows;
 };
 
-// Most rows of x for which repacking the weights does not repay.
-inline int64_t few_rows(const Arithmetic& in) { return in.packed ? 0 : 4; }
-
 // Memory of one thread, kept between calls.
 template <class T>
 inline T* scratch(int64_t n, int which) {
-  thread_local std::unique_ptr<T[]> memory[8];
-  thread_local int64_t room[8];
-  if (room[which] < n) memory[which].reset(new T[room[which] = n]);
-  return memory[which].get();
+  thread_local Aligned<T> memory[8];
+  if (memory[which].size() < n) memory[which] = Aligned<T>(n);
+  return memory[which].data();
 }
 
 inline float value_at(const char* p, Dtype d, int64_t i) {
@@ -66,45 +62,49 @@ inline void finish(const Linear& l, const Panel& p, int64_t from, int64_t m_rows
 
 // ---- a few rows of x ----
 
-#if TORCHQ_BF16_DOT
-// Bytes that what a row's kernel prepares of its scales may take.
-inline int64_t scale_room(const Quantized& w) { return ((w.columns + 1024 + 63) / 64 * 2 + w.format.group_columns) * 4; }
-
-template <Element E, Scaling S>
-inline void stream_panel(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, float* sums) {
-  const uint16_t* x = (const uint16_t*)l.x.row(from);
-  char* space = scratch<char>(scale_room(l.w), 0);
-  auto stream = [&]<Scaling T, int MB>(int64_t n, int64_t m) {
-    stream_row<E, T, MB>(l.w, p.matrix, p.first + n, x + m * l.x.pitch, l.x.pitch, m_rows - m, sums + m * PANEL + n,
-                         PANEL, space);
-  };
-  for (int64_t n = 0; n < p.rows; n++) {
-    if (S == POWERS && !exponents_per_32(l.w, p.matrix, p.first + n, (int16_t*)space)) {
-      for (int64_t m = 0; m < m_rows; m += 2) stream.template operator()<PER_32, 2>(n, m);
-    } else if constexpr (S == POWERS || S == BLOCKS) {
-      stream.template operator()<S, 4>(n, 0);
-    } else {
-      m_rows > 2   ? stream.template operator()<S, 4>(n, 0)
-      : m_rows > 1 ? stream.template operator()<S, 2>(n, 0)
-                   : stream.template operator()<S, 1>(n, 0);
-    }
-  }
+// Calls f with the number of rows, at most 4, as a compile-time constant.
+template <class F>
+inline void with_few_rows(int64_t rows, F f) {
+  rows == 1   ? f.template operator()<1>()
+  : rows == 2 ? f.template operator()<2>()
+  : rows == 3 ? f.template operator()<3>()
+              : f.template operator()<4>();
 }
 
-// Calls f with the element and the scaling, of the pairs that formats have, as compile-time constants.
-template <class F>
-inline void with_scaling(Element element, Scaling scaling, F f) {
-  with_element(element, [&]<Element E>() {
-    if constexpr (E == E2M1) {
-      if (scaling == PER_16) return f.template operator()<E, PER_16>();
-      if (scaling == BLOCKS) return f.template operator()<E, BLOCKS>();
-    } else if constexpr (E != INT4) {
-      if (scaling == PLAIN) return f.template operator()<E, PLAIN>();
+#if TORCHQ_BF16_DOT
+template <Element E>
+inline void few_in_bf16(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, float* sums) {
+  const Quantized& w = l.w;
+  const int64_t width = w.format.group_columns, span = width == 16 ? 16 : width ? 32 : 0;
+  const int64_t pitch = l.packed.dwords, count = span ? 2 * pitch / span : 0;
+  float* scales = scratch<float>(count + 2 * W, 0);
+  const uint32_t* x = &l.packed.few[from * pitch];
+  for (int64_t n = 0; n < p.rows; n++) {
+    const char* codes = w.row_data(p.matrix * w.rows + p.first + n);
+    if (span) {
+      const int64_t bytes = w.scale_columns * w.format.scale_size();
+      const char* next = w.row_scale(p.matrix, p.first + n) + 8 * bytes;
+      for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
+      spread_scales(w, p.matrix, p.first + n, span, count, scales);
     }
-    if constexpr (E == E2M1 || E == E4M3)
-      if (scaling == POWERS) return f.template operator()<E, POWERS>();
-    if constexpr (E != INT8) f.template operator()<E, PER_32>();
-  });
+    auto rows = [&]<int SPAN>() {
+      for (int64_t m = 0; m < m_rows; m += 4)
+        with_few_rows(m_rows - m, [&]<int MB>() {
+          stream_row<E, SPAN, MB>(codes, w.row_bytes, scales, x + m * pitch, pitch, sums + m * PANEL + n, PANEL);
+        });
+    };
+    if constexpr (E == E2M1)
+      if (span == 16) {
+        rows.template operator()<16>();
+        continue;
+      }
+    if constexpr (E != INT8)
+      if (span) {
+        rows.template operator()<32>();
+        continue;
+      }
+    if constexpr (!packs_two(E)) rows.template operator()<0>();
+  }
 }
 #endif
 
@@ -127,9 +127,7 @@ inline void few_in_f32(const Linear& l, const Panel& p, int64_t from, int64_t m_
       span == 32 ? few_rows_of_f32<E, MB, 32>(codes, w.row_bytes, scales, x, l.x.pitch, to, PANEL)
                  : few_rows_of_f32<E, MB, 16>(codes, w.row_bytes, scales, x, l.x.pitch, to, PANEL);
     };
-    int64_t m = 0;
-    for (; m + 2 <= m_rows; m += 2) rows.template operator()<2>(m);
-    if (m < m_rows) rows.template operator()<1>(m);
+    for (int64_t m = 0; m < m_rows; m += 2) m + 1 < m_rows ? rows.template operator()<2>(m) : rows.template operator()<1>(m);
   }
 }
 
@@ -233,7 +231,7 @@ inline const float* panel_factors(const Linear& l, const Panel& p, bool of_w) {
 template <Element E, Scaling S>
 inline void many_in_bf16(const Linear& l, const Panel& p, const std::vector<Block>& blocks, float* sums) {
   const int64_t width = l.w.format.group_columns, count = l.x.pitch / (S == POWERS ? 32 : 16), room = count + width / 16 + 64;
-  const float* factors = l.x.in.span ? panel_factors(l, p, S == PER_32) : nullptr;
+  const float* factors = l.x.in.span ? panel_factors(l, p, S == ON_SUMS && width) : nullptr;
   uint32_t* rows = scratch<uint32_t>(W * room, 3);
   uint32_t* scales = scratch<uint32_t>(room * PANEL, 5);
   bool normal = true;
@@ -318,10 +316,14 @@ inline void linear_panel(const Linear& l, const Panel& p, const Share& share) {
     });
 #if TORCHQ_BF16_DOT
   if (l.x.in.kind == Arithmetic::IN_BF16) {
-    const Scaling scaling = rows <= 2 && !many ? of_sums(l.w.format) : of_weights(l.w.format);
-    with_scaling(l.w.format.element, scaling, [&]<Element E, Scaling S>() {
-      if (!many) return stream_panel<E, S>(l, p, share.from, rows, sums);
-      if constexpr (S != PER_16) many_in_bf16<E, S>(l, p, share.blocks, sums);
+    with_element(l.w.format.element, [&]<Element E>() {
+      if (!many) return few_in_bf16<E>(l, p, share.from, rows, sums);
+      const Scaling scaling = scaling_of(l.w.format);
+      if constexpr (E == E2M1 || E == E4M3)
+        if (scaling == POWERS) return many_in_bf16<E, POWERS>(l, p, share.blocks, sums);
+      if constexpr (E == E2M1)
+        if (scaling == BLOCKS) return many_in_bf16<E, BLOCKS>(l, p, share.blocks, sums);
+      many_in_bf16<E, ON_SUMS>(l, p, share.blocks, sums);
     });
   }
 #endif

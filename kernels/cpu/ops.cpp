@@ -116,19 +116,29 @@ Prepared prepare(const Matrices& x, const Arithmetic& in, const Format* activati
   return p;
 }
 
-// Blocks of packed rows for every share that has many of them.
-PackedRows pack(const Prepared& x, std::vector<Share>& shares) {
+// x in shuffled rows for every share that has a few of them, and in blocks for the others.
+PackedRows pack(const Prepared& x, Element weight, std::vector<Share>& shares) {
   std::vector<Block> all;
   for (Share& s : shares)
-    if (s.rows > few_rows(x.in)) {
+    if (s.rows > x.in.few) {
       const size_t before = all.size();
       add_blocks(s.from, s.rows, x.in, all);
       s.blocks.assign(all.begin() + before, all.end());
     }
   PackedRows out{x.pitch * x.in.packed_size() / 4};
+#if TORCHQ_BF16_DOT
+  if (x.in.kind == Arithmetic::IN_BF16) {
+    out.few = Aligned<uint32_t>(all.size() && shares.size() == 1 ? 0 : x.rows * out.dwords);
+    for (const Share& s : shares)
+      for (int64_t i = s.from; i < s.from + s.rows && s.blocks.empty(); i++)
+        with_element(weight, [&]<Element E>() {
+          shuffle_pairs<E>((const uint32_t*)x.row(i), out.dwords, &out.few[i * out.dwords]);
+        });
+  }
+#endif
   if (all.empty()) return out;
   const int64_t rows = all.back().at + all.back().pitch;
-  out.x.resize(rows * out.dwords);
+  out.x = Aligned<uint32_t>(rows * out.dwords);
   out.factor.resize(rows * x.spans());
   out.start.resize(rows * x.spans());
   for_each(all.size(), all[0].pitch * x.pitch, [&](int64_t i) {
@@ -154,7 +164,7 @@ void run_linear(const Tensor& x, const std::vector<int64_t>& bounds, const Tenso
   const Format* quantized = activation < 0 ? nullptr : &active;
   const bool many = in.rows > 4 * int64_t(shares.size());
   const Prepared prepared = prepare(in, arithmetic_of(weight, quantized, in.dtype, many), quantized);
-  const PackedRows packed = pack(prepared, shares);
+  const PackedRows packed = pack(prepared, weight.element, shares);
   const Linear l{{weight, bytes(data), bytes(scale), floats(global), rows, columns, ALL_BUT_OUTER},
                  prepared,
                  packed,

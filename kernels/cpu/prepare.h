@@ -11,7 +11,7 @@ namespace torchq {
 struct Arithmetic {
   enum Kind { IN_F32, IN_BF16, IN_I8 } kind;
   int64_t span = 0;  // columns whose sums take factors of w, of x or of both; 0: none do
-  bool packed = false;  // for any number of rows
+  int64_t few = 4;   // most rows of x for which repacking the weights does not repay
 
   int size() const { return kind == IN_F32 ? 4 : kind == IN_BF16 ? 2 : 1; }
   int packed_size() const { return kind == IN_I8 ? sizeof(DotI8::Packed) : size(); }
@@ -24,15 +24,15 @@ inline Arithmetic arithmetic_of(const Format& weight, const Format* activation, 
   if (activation && has_int8_codes(weight) && has_int8_codes(*activation)) {
     const int64_t span = common(weight.group_columns, activation->group_columns);
     if (span == 0) return {Arithmetic::IN_I8};
-    if (many && W > 4) return {Arithmetic::IN_I8, span, true};  // without an instruction for it, f32 is faster
+    if (many && W > 4) return {Arithmetic::IN_I8, span, 0};  // without an instruction for it, f32 is faster
   }
 #if TORCHQ_BF16_DOT
   if ((activation || dtype == BF16) && has_bf16_kernel(weight)) {
-    const int64_t w = of_weights(weight) == PER_32 ? weight.group_columns : 0;
+    const int64_t w = scaling_of(weight) == ON_SUMS ? weight.group_columns : 0;
     const bool factors = activation && activation->group_columns && activation->scale == SCALE_F32;
-    if (!factors) return {Arithmetic::IN_BF16, w};
+    if (!factors) return {Arithmetic::IN_BF16, w, scaling_of(weight) == BLOCKS ? 8 : 4};
     const int64_t span = common(w, activation->group_columns);
-    if (span % 32 == 0) return {Arithmetic::IN_BF16, span, true};
+    if (span % 32 == 0) return {Arithmetic::IN_BF16, span, 0};
   }
 #endif
   return {Arithmetic::IN_F32};
@@ -52,7 +52,7 @@ struct Prepared {
 };
 
 inline int64_t padded_pitch(int64_t columns, const Arithmetic& in) {
-  int64_t unit = in.kind == Arithmetic::IN_F32 ? 32 : 64;
+  int64_t unit = in.kind == Arithmetic::IN_F32 ? 32 : in.kind == Arithmetic::IN_BF16 ? 128 : 64;
   if (in.span) unit = std::lcm(unit, in.span);
   return (columns + unit - 1) / unit * unit;
 }
@@ -118,7 +118,8 @@ inline void add_blocks(int64_t from, int64_t rows, const Arithmetic& in, std::ve
 
 struct PackedRows {
   int64_t dwords;                  // of a row
-  std::vector<uint32_t> x;         // [block][dword][pitch]
+  Aligned<uint32_t> few;       // rows as they are, with their pairs of bf16 shuffled
+  Aligned<uint32_t> x;         // [block][dword][pitch]
   std::vector<float> factor;       // [block][span][pitch]
   std::vector<int32_t> start;      // what integer sums of a span start from
 };

@@ -267,8 +267,11 @@ class RowQuantizer {
     int64_t first = index * height, last = std::min(first + height, in_.rows);
     first += matrix * in_.rows, last += matrix * in_.rows;
     if (width_ == 0) return whole_row(matrix, first);
-    if (width_ == 16) return grouped<16>(matrix, index, first, last);
-    if (width_ == 32) return grouped<32>(matrix, index, first, last);
+    if constexpr (D == BF16) {  // loops that know the width are faster, and longer to compile
+      if constexpr (E == E2M1)
+        if (width_ == 16) return grouped<16>(matrix, index, first, last);
+      if (width_ == 32) return grouped<32>(matrix, index, first, last);
+    }
     grouped<0>(matrix, index, first, last);
   }
 

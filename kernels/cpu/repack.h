@@ -62,6 +62,19 @@ struct ToInt8 {
 #endif
 
 #if TORCHQ_BF16_DOT
+// Scales that are multiplied into the weights, where that is exact: POWERS (MX) and BLOCKS (NVFP4). Others are left to the
+// sums (ON_SUMS), as the factors of groups or of rows.
+enum Scaling { ON_SUMS, POWERS, BLOCKS };
+
+inline Scaling scaling_of(const Format& f) {
+  if (f.scale == SCALE_E8M0) return POWERS;
+  return f.scale == SCALE_E4M3 && f.group_columns == 16 ? BLOCKS : ON_SUMS;
+}
+
+// The scale bytes that keep every code a normal number of bf16.
+constexpr int least_normal(Element e) { return e == E2M1 ? 2 : 10; }
+constexpr int most_normal(Element e) { return e == E2M1 ? 252 : 246; }
+
 template <Element E, Scaling S>
 class ToBF16 {
  public:
@@ -76,12 +89,11 @@ class ToBF16 {
     if constexpr (packs_two(E)) {
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
-        // The two codes of byte i in the low bits of two words; the table repeats itself, for the bit above them.
-        const __m512i shifts = _mm512_add_epi8(_mm512_set1_epi64(0x0024'0020'0004'0000), _mm512_set1_epi8(8 * i));
-        __m512i index = _mm512_multishift_epi64_epi8(shifts, codes);
-        __m512i value = _mm512_permutexvar_epi16(index, decode_.table());
-        if constexpr (S == POWERS)
+        __m512i value = decode_.nibbles(codes, i);
+        if constexpr (S == POWERS) {
+          const __m512i index = Decoder<E>::nibble_index(codes, i);
           value = _mm512_mask_add_epi16(value, _mm512_test_epi16_mask(index, _mm512_set1_epi16(7)), value, scale);
+        }
         if constexpr (S == BLOCKS) value = times(value, (vf)scale);
         store(out + i * PANEL, value);
       }
@@ -93,13 +105,21 @@ class ToBF16 {
       }
     } else {
       const __m512i columns = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-      Pair p = decode_.unpacked(_mm512_shuffle_epi8(codes, columns));
-      store(out, S == POWERS ? times_power(p.a, scale) : p.a);
-      store(out + PANEL, S == POWERS ? times_power(p.b, scale) : p.b);
+      __m512i v[2];
+      decode_.bytes(_mm512_shuffle_epi8(codes, columns), v);
+      for (int i = 0; i < 2; i++) store(out + i * PANEL, S == POWERS ? times_power(v[i], scale) : v[i]);
     }
   }
 
  private:
+  static __m512i times_power(__m512i values, __m512i exponent) {
+    // Zeros and NaN stay as they are: their bits, less one and without the sign, are not below those of NaN.
+    const __m512i one = _mm512_set1_epi16(1), below = _mm512_set1_epi16(0x7fbf);
+    __m512i magnitude = _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
+    __mmask32 scaled = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, one), below);
+    return _mm512_mask_add_epi16(values, scaled, values, exponent);
+  }
+
   // Products that bf16 holds: the halves of f32 that are cut are zeros.
   static __m512i times(__m512i v, vf scale) {
     vf low = (vf)_mm512_slli_epi32(v, 16) * scale, high = (vf)_mm512_and_si512(v, _mm512_set1_epi32(0xffff0000)) * scale;

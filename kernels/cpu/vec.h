@@ -2,7 +2,10 @@
 // (W = 4: SSE2, NEON or plain scalar code). Intrinsics appear only where the extension has no word for an instruction.
 #pragma once
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -26,6 +29,25 @@ typedef uint16_t vh __attribute__((vector_size(W * 2)));
 typedef uint8_t vb __attribute__((vector_size(W)));
 typedef int8_t vsb __attribute__((vector_size(W)));
 typedef uint8_t vb_half __attribute__((vector_size(W / 2)));
+
+// Uninitialized memory on a cache line's start: a vector that crosses two lines takes two loads.
+template <class T>
+class Aligned {
+ public:
+  explicit Aligned(int64_t n = 0) : data_(n ? (T*)std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64) : nullptr), size_(n) {
+    if (n && !data_) throw std::bad_alloc();
+  }
+  T* data() const { return data_.get(); }
+  int64_t size() const { return size_; }
+  T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T[], Free> data_;
+  int64_t size_;
+};
 
 template <class V>
 inline V load(const void* p) {
