@@ -149,10 +149,7 @@ inline bool scale_vectors(const Quantized& w, int64_t matrix, int64_t row, uint3
     for (; i < count; i++) out[i] = exponents(splat(scale[i / repeat]))[0];
     return all(odd == 0);
   }
-  if constexpr (S == BLOCKS) {
-    const char* scale = w.row_scale(matrix, row);
-    for (int64_t g = 0; g < w.scale_columns; g++) out[g] = bit_cast<uint32_t>(e4m3_to_float(uint8_t(scale[g])));
-  }
+  if constexpr (S == BLOCKS) spread_scales(w, matrix, row, 16, w.scale_columns, (float*)out);
   return true;
 }
 #endif
