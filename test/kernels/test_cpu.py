@@ -188,6 +188,15 @@ def test_linear_with_an_activation(paths, activation):
             check_linear(paths, values_of((m, 123), dtype, m), q, None, activation)
 
 
+@pytest.mark.parametrize("key", WEIGHTS, ids=str)
+def test_linear_of_long_rows_in_several_passes(paths, key):
+    q = twin.quantize(values_of((35, 9000), torch.float32), key)
+    for activation in (None, *("mxfp4", "int8_per_token", "fp8_per_block_dynamic", "nvfp4")):
+        activation = activation and QuantKey.from_name(activation, "activation")
+        for m in (2, 27):
+            check_linear(paths, values_of((m, 9000), torch.bfloat16, m), q, None, activation)
+
+
 def test_linear_of_extreme_scales_and_damaged_weights(paths):
     for name, low, high in (("mxfp4", 0, 252), ("mxfp8", 0, 246), ("mxfp4", 118, 137)):  # no value overflows
         q = twin.quantize(torch.randn(40, 256), QuantKey.from_name(name))
