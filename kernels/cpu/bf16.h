@@ -34,17 +34,17 @@ class Decoder {
     if constexpr (packs_two(E)) table_[0] = _mm512_load_si512(tables_of<E>.value);
   }
 
-  void operator()(const char* codes, __m512i (&v)[vectors]) const {
+  void operator()(__m512i codes, __m512i (&v)[vectors]) const {
     if constexpr (E == INT8) {
-      auto wide = [&](int i) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes + i)));
-      };
-      for (int i = 0; i < 2; i++) v[i] = (__m512i)_mm512_cvtne2ps_pbh(wide(2 * i + 1), wide(2 * i));
+      auto wide = [](__m128i c) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(c)); };
+      v[0] = (__m512i)_mm512_cvtne2ps_pbh(wide(_mm512_extracti32x4_epi32(codes, 1)), wide(_mm512_castsi512_si128(codes)));
+      v[1] = (__m512i)_mm512_cvtne2ps_pbh(wide(_mm512_extracti32x4_epi32(codes, 3)),
+                                          wide(_mm512_extracti32x4_epi32(codes, 2)));
     } else if constexpr (E == E4M3) {
-      bytes(_mm512_loadu_si512(codes), v);
+      bytes(codes, v);
     } else {
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) v[i] = nibbles(_mm512_loadu_si512(codes), i);
+      for (int i = 0; i < 4; i++) v[i] = nibbles(codes, i);
     }
   }
 
@@ -78,49 +78,43 @@ inline void shuffle_pairs(const uint32_t* x, int64_t dwords, uint32_t* out) {
 }
 
 // sums[m * pitch] = dot products of a row of weights and MB rows of shuffled x, without the outer factor. `scales`: f32 for
-// every SPAN columns (0: none). Memory is what limits this: a row is read as one stream.
+// every SPAN columns (0: none). Memory is what limits this: rows are read one after the other, as one stream.
 template <Element E, int SPAN, int MB>
-[[gnu::noinline]] void stream_row(const char* codes, int64_t bytes, const float* scales, const uint32_t* x, int64_t ldx,
-                                  float* sums, int64_t pitch) {
+inline void stream_row(const Decoder<E>& decode, const char* codes, int64_t bytes, const float* scales,
+                       const uint32_t* x, int64_t ldx, float* sums, int64_t pitch) {
   constexpr int vectors = Decoder<E>::vectors, per_block = SPAN ? Decoder<E>::columns / SPAN : 0;
   constexpr int64_t ahead = 4096;  // bytes to prefetch: the hardware's prefetcher stops at pages
-  const Decoder<E> decode;
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i span = _mm512_srli_epi32(lane, per_block == 8 ? 1 : per_block == 4 ? 2 : 3);
   vf acc[MB][SPAN ? 1 : vectors] = {};
-  for (int64_t at = 0; at < bytes; at += 64, x += 16 * vectors, scales += per_block) {
-    alignas(64) char tail[64];
-    const char* from = codes + at;
-    if (at + 64 > bytes) {
-      memset(tail, 0, 64);
-      memcpy(tail, from, bytes - at);
-      from = tail;
-    } else {
-      _mm_prefetch(from + ahead, _MM_HINT_T0);
-    }
+  auto block = [&](int64_t i, __mmask64 there) {
     __m512i w[vectors];
-    decode(from, w);
+    decode(_mm512_maskz_loadu_epi8(there, codes + 64 * i), w);
     vf scale;
-    if constexpr (SPAN) scale = _mm512_permutexvar_ps(span, _mm512_castps256_ps512(_mm256_loadu_ps(scales)));
+    if constexpr (SPAN) scale = _mm512_permutexvar_ps(span, _mm512_castps256_ps512(_mm256_loadu_ps(scales + i * per_block)));
 #pragma GCC unroll 4
     for (int m = 0; m < MB; m++) {
       vf part{};
 #pragma GCC unroll 4
-      for (int i = 0; i < vectors; i++) {
-        const auto v = (__m512bh)_mm512_loadu_si512(x + m * ldx + 16 * i);
-        if constexpr (SPAN)
-          part = _mm512_dpbf16_ps(part, (__m512bh)w[i], v);
-        else
-          acc[m][i] = _mm512_dpbf16_ps(acc[m][i], (__m512bh)w[i], v);
+      for (int v = 0; v < vectors; v++) {
+        const auto of_x = (__m512bh)_mm512_load_si512(x + m * ldx + 16 * (vectors * i + v));
+        vf& sum = SPAN ? part : acc[m][v];
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)w[v], of_x);
       }
       if constexpr (SPAN) acc[m][0] = fma(part, scale, acc[m][0]);
     }
+  };
+  const int64_t whole = bytes / 64;
+  for (int64_t i = 0; i < whole; i++) {
+    _mm_prefetch(codes + 64 * i + ahead, _MM_HINT_T0);
+    block(i, ~0ull);
   }
+  if (bytes % 64) block(whole, (1ull << bytes % 64) - 1);
 #pragma GCC unroll 4
   for (int m = 0; m < MB; m++) {
     vf sum = acc[m][0];
     if constexpr (!SPAN)
-      for (int i = 1; i < vectors; i++) sum += acc[m][i];
+      for (int v = 1; v < vectors; v++) sum += acc[m][v];
     sums[m * pitch] = sum_lanes(sum);
   }
 }

@@ -72,39 +72,37 @@ inline void with_few_rows(int64_t rows, F f) {
 }
 
 #if TORCHQ_BF16_DOT
-template <Element E>
-inline void few_in_bf16(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, float* sums) {
+template <Element E, int SPAN, int MB>
+[[gnu::noinline]] void stream_panel(const Linear& l, const Panel& p, const uint32_t* x, float* sums) {
   const Quantized& w = l.w;
-  const int64_t width = w.format.group_columns, span = width == 16 ? 16 : width ? 32 : 0;
-  const int64_t pitch = l.packed.dwords, count = span ? 2 * pitch / span : 0;
+  const int64_t pitch = l.packed.dwords, count = SPAN ? 2 * pitch / SPAN : 0;
+  const int64_t bytes = w.scale_columns * w.format.scale_size();
   float* scales = scratch<float>(count + 2 * W, 0);
-  const uint32_t* x = &l.packed.few[from * pitch];
+  const Decoder<E> decode;
   for (int64_t n = 0; n < p.rows; n++) {
-    const char* codes = w.row_data(p.matrix * w.rows + p.first + n);
-    if (span) {
-      const int64_t bytes = w.scale_columns * w.format.scale_size();
+    if constexpr (SPAN) {
       const char* next = w.row_scale(p.matrix, p.first + n) + 8 * bytes;
       for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
-      spread_scales(w, p.matrix, p.first + n, span, count, scales);
+      spread_scales(w, p.matrix, p.first + n, SPAN, count, scales);
     }
-    auto rows = [&]<int SPAN>() {
-      for (int64_t m = 0; m < m_rows; m += 4)
-        with_few_rows(m_rows - m, [&]<int MB>() {
-          stream_row<E, SPAN, MB>(codes, w.row_bytes, scales, x + m * pitch, pitch, sums + m * PANEL + n, PANEL);
-        });
-    };
-    if constexpr (E == E2M1)
-      if (span == 16) {
-        rows.template operator()<16>();
-        continue;
-      }
-    if constexpr (E != INT8)
-      if (span) {
-        rows.template operator()<32>();
-        continue;
-      }
-    if constexpr (!packs_two(E)) rows.template operator()<0>();
+    const char* codes = w.row_data(p.matrix * w.rows + p.first + n);
+    stream_row<E, SPAN, MB>(decode, codes, w.row_bytes, scales, x, pitch, sums + n, PANEL);
   }
+}
+
+template <Element E>
+inline void few_in_bf16(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, float* sums) {
+  const int64_t width = l.w.format.group_columns;
+  for (int64_t m = 0; m < m_rows; m += 4)
+    with_few_rows(m_rows - m, [&]<int MB>() {
+      const uint32_t* x = &l.packed.few[(from + m) * l.packed.dwords];
+      float* to = sums + m * PANEL;
+      if constexpr (E == E2M1)
+        if (width == 16) return stream_panel<E, 16, MB>(l, p, x, to);
+      if constexpr (E != INT8)
+        if (width) return stream_panel<E, 32, MB>(l, p, x, to);
+      if constexpr (!packs_two(E)) stream_panel<E, 0, MB>(l, p, x, to);
+    });
 }
 #endif
 
