@@ -136,9 +136,12 @@ class QuantMoE(nn.Module):
         offsets = torch.searchsorted(expert, torch.arange(self.num_experts + 1, device=expert.device))
         rows = x[order // k]
         y = self._experts(rows, offsets).float()
-        beyond = (expert >= self.num_experts)[:, None]
-        y = torch.where(beyond, rows.float() if self.layout.identity else 0, y)
-        y = y * weights.reshape(-1)[order].float()[:, None]
+        beyond, weights = expert >= self.num_experts, weights.reshape(-1)[order].float()
+        if self.layout.identity:
+            y = torch.where(beyond[:, None], rows.float(), y)
+        else:
+            weights = weights.masked_fill(beyond, 0)
+        y = y * weights[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         y = y[back].view(x.shape[0], k, y.shape[-1]).sum(1)  # [T, H]
         return y.to(hidden_states.dtype).view(*hidden_states.shape[:-1], y.shape[-1])
