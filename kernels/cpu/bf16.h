@@ -20,7 +20,7 @@ class Decoder {
  public:
   static constexpr int vectors = packs_two(E) ? 4 : 2, columns = 32 * vectors;
 
-  static constexpr int place(int pair) {
+  static constexpr int64_t place(int64_t pair) {
     if (E == INT8) return pair;
     return E == E4M3 ? pair / 4 % 2 * 16 + pair / 8 * 4 + pair % 4 : pair % 4 * 16 + pair / 4;
   }
@@ -69,12 +69,12 @@ class Decoder {
   __m512i table_[4];
 };
 
-// Pairs of x in the order in which a decoder gives those of the weights; `dwords` is a multiple of a block.
+// Pairs of x in the order in which a decoder gives those of the weights; zeros after them, up to `pitch` (whole blocks).
 template <Element E>
-inline void shuffle_pairs(const uint32_t* x, int64_t dwords, uint32_t* out) {
-  constexpr int block = Decoder<E>::columns / 2;
-  for (int64_t i = 0; i < dwords; i += block)
-    for (int j = 0; j < block; j++) out[i + Decoder<E>::place(j)] = x[i + j];
+inline void shuffle_pairs(const uint32_t* x, int64_t pairs, uint32_t* out, int64_t pitch) {
+  constexpr int64_t block = Decoder<E>::columns / 2;
+  for (int64_t i = 0; i < pitch; i += block)
+    for (int64_t j = 0; j < block; j++) out[i + Decoder<E>::place(j)] = i + j < pairs ? x[i + j] : 0;
 }
 
 // sums[m * pitch] = dot products of a row of weights and MB rows of shuffled x, without the outer factor. `scales`: f32 for
@@ -83,7 +83,7 @@ template <Element E, int SPAN, int MB>
 inline void stream_row(const Decoder<E>& decode, const char* codes, int64_t bytes, const float* scales,
                        const uint32_t* x, int64_t ldx, float* sums, int64_t pitch) {
   constexpr int vectors = Decoder<E>::vectors, per_block = SPAN ? Decoder<E>::columns / SPAN : 0;
-  constexpr int64_t ahead = 4096;  // bytes to prefetch: the hardware's prefetcher stops at pages
+  constexpr int64_t ahead = 8192;  // bytes to prefetch: the hardware's prefetcher stops at pages
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i span = _mm512_srli_epi32(lane, per_block == 8 ? 1 : per_block == 4 ? 2 : 3);
   vf acc[MB][SPAN ? 1 : vectors] = {};
@@ -106,7 +106,7 @@ inline void stream_row(const Decoder<E>& decode, const char* codes, int64_t byte
   };
   const int64_t whole = bytes / 64;
   for (int64_t i = 0; i < whole; i++) {
-    _mm_prefetch(codes + 64 * i + ahead, _MM_HINT_T0);
+    _mm_prefetch(codes + 64 * i + ahead, _MM_HINT_T1);
     block(i, ~0ull);
   }
   if (bytes % 64) block(whole, (1ull << bytes % 64) - 1);

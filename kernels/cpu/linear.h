@@ -28,12 +28,14 @@ struct Panel {
   int64_t matrix, first, rows;
 };
 
-// Memory of one thread, kept between calls.
-template <class T>
-inline T* scratch(int64_t n, int which) {
-  thread_local Aligned<T> memory[8];
-  if (memory[which].size() < n) memory[which] = Aligned<T>(n);
-  return memory[which].data();
+// Memory of one thread, kept between calls: one piece for each use.
+enum Use { SUMS, PACKED, DECODED, WIDE, SCALES, SPREAD, FACTORS };
+
+template <Use USE, class T>
+inline T* scratch(int64_t n) {
+  thread_local Aligned<T> memory;
+  if (memory.size() < n) memory = Aligned<T>(n);
+  return memory.data();
 }
 
 inline float value_at(const char* p, Dtype d, int64_t i) {
@@ -45,19 +47,29 @@ inline float value_at(const char* p, Dtype d, int64_t i) {
 // Sums [m][PANEL] times the outer factors, plus bias, to the output.
 template <class S>
 inline void finish(const Linear& l, const Panel& p, int64_t from, int64_t m_rows, const S* sums) {
-  float factor[PANEL], bias[PANEL] = {};
-  for (int64_t n = 0; n < PANEL; n++) {
-    bool real = n < p.rows;
-    factor[n] = real ? l.w.outer(p.matrix, p.first + n) : 1.f;
-    if (real && l.bias) bias[n] = value_at(l.bias, l.bias_dtype, p.matrix * l.w.rows + p.first + n);
+  alignas(64) float factor[PANEL] = {}, bias[PANEL] = {};
+  for (int64_t n = 0; n < p.rows; n++) {
+    factor[n] = l.w.outer(p.matrix, p.first + n);
+    if (l.bias) bias[n] = value_at(l.bias, l.bias_dtype, p.matrix * l.w.rows + p.first + n);
   }
-  for (int64_t m = 0; m < m_rows; m++) {
-    float values[PANEL];
-    float row = l.x.row_factor.empty() ? 1.f : l.x.row_factor[from + m];
-    for (int64_t n = 0; n < PANEL; n++) values[n] = float(sums[m * PANEL + n]) * factor[n] * row + bias[n];
-    char* out = l.out + ((from + m) * l.w.rows + p.first) * size_of(l.out_dtype);
-    with_dtype(l.out_dtype, [&]<Dtype D>() { narrow<D>(values, p.rows, out); });
-  }
+  with_dtype(l.out_dtype, [&]<Dtype D>() {
+    constexpr int size = D == F32 ? 4 : 2;
+    for (int64_t m = 0; m < m_rows; m++) {
+      const float row = l.x.row_factor.size() ? l.x.row_factor[from + m] : 1.f;
+      char* out = l.out + ((from + m) * l.w.rows + p.first) * size;
+      alignas(64) char last[PANEL * size];
+      char* to = p.rows == PANEL ? out : last;
+      for (int64_t n = 0; n < PANEL; n += W) {
+        vf sum;
+        if constexpr (std::is_same_v<S, float>)
+          sum = load<vf>(sums + m * PANEL + n);
+        else
+          for (int i = 0; i < W; i++) sum[i] = float(sums[m * PANEL + n + i]);
+        store_as<D>(to + n * size, sum * load<vf>(factor + n) * row + load<vf>(bias + n));
+      }
+      if (to == last) memcpy(out, last, p.rows * size);
+    }
+  });
 }
 
 // ---- a few rows of x ----
@@ -75,9 +87,9 @@ inline void with_few_rows(int64_t rows, F f) {
 template <Element E, int SPAN, int MB>
 [[gnu::noinline]] void stream_panel(const Linear& l, const Panel& p, const uint32_t* x, float* sums) {
   const Quantized& w = l.w;
-  const int64_t pitch = l.packed.dwords, count = SPAN ? 2 * pitch / SPAN : 0;
+  const int64_t pitch = l.packed.few_pitch, count = SPAN ? 2 * pitch / SPAN : 0;
   const int64_t bytes = w.scale_columns * w.format.scale_size();
-  float* scales = scratch<float>(count + 2 * W, 0);
+  float* scales = scratch<SCALES, float>(count + 2 * W);
   const Decoder<E> decode;
   for (int64_t n = 0; n < p.rows; n++) {
     if constexpr (SPAN) {
@@ -95,7 +107,7 @@ inline void few_in_bf16(const Linear& l, const Panel& p, int64_t from, int64_t m
   const int64_t width = l.w.format.group_columns;
   for (int64_t m = 0; m < m_rows; m += 4)
     with_few_rows(m_rows - m, [&]<int MB>() {
-      const uint32_t* x = &l.packed.few[(from + m) * l.packed.dwords];
+      const uint32_t* x = &l.packed.few[(from + m) * l.packed.few_pitch];
       float* to = sums + m * PANEL;
       if constexpr (E == E2M1)
         if (width == 16) return stream_panel<E, 16, MB>(l, p, x, to);
@@ -111,7 +123,7 @@ inline void few_in_f32(const Linear& l, const Panel& p, int64_t from, int64_t m_
   const Quantized& w = l.w;
   const int64_t width = w.format.group_columns, span = width % 32 ? 16 : 32;
   const int64_t count = (w.format.padded(w.columns) + 31) / 32 * 32 / span;
-  float* scales = scratch<float>(count + 2 * W, 0);
+  float* scales = scratch<SCALES, float>(count + 2 * W);
   if (!width) std::fill_n(scales, count, Raw<E>::factor);
   for (int64_t n = 0; n < p.rows; n++) {
     if (width) {
@@ -153,7 +165,7 @@ inline void repack_values(int64_t n_rows, int64_t k, int64_t columns, int64_t un
   using Packed = typename Dot::Packed;
   constexpr int64_t per = PER_DWORD<Dot>;
   const int64_t part = std::max<int64_t>(256 * per / unit * unit, unit);
-  Packed* rows = scratch<Packed>(W * part, 2);
+  Packed* rows = scratch<DECODED, Packed>(W * part);
   for (int64_t at = 0; at < columns; at += part) {
     const int64_t n = std::min(part, columns - at);
     for (int64_t half = 0; half < PANEL; half += W) {
@@ -172,7 +184,7 @@ inline void packed_panel(const Linear& l, const std::vector<Block>& blocks, int6
   constexpr int64_t per = PER_DWORD<Dot>;
   const int64_t pitch = l.x.pitch, span = l.x.in.span, whole = span ? std::lcm(unit, span) : unit;
   const int64_t chunk = std::max<int64_t>(2048 * per / whole * whole, whole);  // what the second-level cache holds
-  uint32_t* packed = scratch<uint32_t>(std::min(chunk, pitch) / per * PANEL, 1);
+  uint32_t* packed = scratch<PACKED, uint32_t>(std::min(chunk, pitch) / per * PANEL);
   for (int64_t k = 0; k < pitch; k += chunk) {
     const int64_t columns = std::min(chunk, pitch - k);
     repack(k, columns, packed);
@@ -184,12 +196,15 @@ inline void packed_panel(const Linear& l, const std::vector<Block>& blocks, int6
           const int64_t first = b.at * l.x.spans() + k / span * b.pitch;
           const Groups groups{factors + k / span * PANEL, &l.packed.factor[first], &l.packed.start[first], span / per};
           with_rows<BLOCK_ROWS_GROUPED>(b.pitch, [&]<int MB>() {
-            l.x.span_factor.empty() ? packed_groups<Dot, MB, false>(packed, x, b.pitch, columns / per, groups, to)
-                                    : packed_groups<Dot, MB, true>(packed, x, b.pitch, columns / per, groups, to);
+            l.x.span_factor.size()
+                ? packed_groups<Dot, MB, true>(packed, x, b.pitch, columns / per, groups, to, k > 0)
+                : packed_groups<Dot, MB, false>(packed, x, b.pitch, columns / per, groups, to, k > 0);
           });
           continue;
         }
-      with_rows<BLOCK_ROWS>(b.pitch, [&]<int MB>() { packed_block<Dot, MB>(packed, x, b.pitch, columns / per, to); });
+      const bool add = k > 0 || !std::is_same_v<S, float>;
+      with_rows<BLOCK_ROWS>(b.pitch,
+                            [&]<int MB>() { packed_block<Dot, MB>(packed, x, b.pitch, columns / per, to, add); });
     }
   }
 }
@@ -198,7 +213,7 @@ inline void packed_panel(const Linear& l, const std::vector<Block>& blocks, int6
 template <Element E, Dtype D>
 inline void decode_values(const Quantized& w, int64_t matrix, int64_t row, int64_t k, int64_t columns, char* out) {
   const int64_t real = std::clamp<int64_t>(w.columns - k, 0, columns);
-  float* values = scratch<float>(columns + w.format.group_columns + W, 7);
+  float* values = scratch<WIDE, float>(columns + w.format.group_columns + W);
   if (real) decode_columns<E>(w, matrix, row, k, real, values);
   std::fill(values + real, values + columns, 0.f);
   narrow<D>(values, columns, out);
@@ -207,8 +222,8 @@ inline void decode_values(const Quantized& w, int64_t matrix, int64_t row, int64
 // Factors of the panel's rows for every span, [span][PANEL]; ones where w has none.
 inline const float* panel_factors(const Linear& l, const Panel& p, bool of_w) {
   const int64_t spans = l.x.spans(), room = spans + W;
-  float* rows = scratch<float>(W * room, 3);
-  uint32_t* out = scratch<uint32_t>(std::max<int64_t>(spans, 1) * PANEL, 4);
+  float* rows = scratch<SPREAD, float>(W * room);
+  uint32_t* out = scratch<FACTORS, uint32_t>(std::max<int64_t>(spans, 1) * PANEL);
   const float factor = l.x.in.kind == Arithmetic::IN_I8 ? int8_factor(l.w.format) : 1.f;
   for (int64_t half = 0; half < PANEL; half += W) {
     for (int64_t n = 0; n < W; n++) {
@@ -230,8 +245,8 @@ template <Element E, Scaling S>
 inline void many_in_bf16(const Linear& l, const Panel& p, const std::vector<Block>& blocks, float* sums) {
   const int64_t width = l.w.format.group_columns, count = l.x.pitch / (S == POWERS ? 32 : 16), room = count + width / 16 + 64;
   const float* factors = l.x.in.span ? panel_factors(l, p, S == ON_SUMS && width) : nullptr;
-  uint32_t* rows = scratch<uint32_t>(W * room, 3);
-  uint32_t* scales = scratch<uint32_t>(room * PANEL, 5);
+  uint32_t* rows = scratch<SPREAD, uint32_t>(W * room);
+  uint32_t* scales = scratch<SCALES, uint32_t>(room * PANEL);
   bool normal = true;
   if constexpr (S == POWERS || S == BLOCKS)
     for (int64_t half = 0; half < PANEL; half += W) {
@@ -300,14 +315,13 @@ inline void linear_panel(const Linear& l, const Panel& p, const Share& share) {
   const int64_t rows = share.rows, room = (rows + BLOCK_ROWS + 8) * PANEL;  // blocks may pass the last row
   const bool many = !share.blocks.empty();
   if (l.x.in.kind == Arithmetic::IN_I8 && l.x.in.span == 0) {
-    int64_t* sums = scratch<int64_t>(room, 5);
+    int64_t* sums = scratch<SUMS, int64_t>(room);
     for (int64_t m = 0; m < rows; m++)
       std::fill_n(sums + m * PANEL, PANEL, -int64_t(DotI8::offset) * l.x.row_sum[share.from + m]);
     many ? many_in_i8<INT8>(l, p, share.blocks, sums) : few_in_i8(l, p, share.from, rows, sums);
     return finish(l, p, share.from, rows, sums);
   }
-  float* sums = scratch<float>(room, 6);
-  memset(sums, 0, room * sizeof(float));
+  float* sums = scratch<SUMS, float>(room);
   if (l.x.in.kind == Arithmetic::IN_I8)
     with_element(l.w.format.element, [&]<Element E>() {
       if constexpr (E != E4M3) many_in_i8<E>(l, p, share.blocks, sums);

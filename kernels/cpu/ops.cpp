@@ -92,16 +92,17 @@ Prepared prepare(const Matrices& x, const Arithmetic& in, const Format* activati
   Prepared p{in, x.x, x.rows, padded_pitch(x.columns, in)};
   const Dtype native = in.kind == Arithmetic::IN_BF16 ? BF16 : F32;
   if (!activation && x.dtype == native && p.pitch == x.columns) return p;
-  p.own.resize(x.rows * p.pitch * in.size() + 64);
+  p.own = Kept<char>(x.rows * p.pitch * in.size() + 64);
   p.x = p.own.data();
   if (!activation) {
     for_each(x.rows, x.columns, [&](int64_t i) { prepare_row(x, p, i); });
     return p;
   }
   const Format& f = *activation;
-  std::vector<char> data(x.rows * f.row_bytes(x.columns));
-  std::vector<char> scale(f.scale_rows(x.rows) * f.scale_columns(x.columns) * f.scale_size());
-  std::vector<float> global(f.global == PER_TOKEN ? x.rows : 1, 1.f);
+  Kept<char> data(x.rows * f.row_bytes(x.columns));
+  Kept<char> scale(f.scale_rows(x.rows) * f.scale_columns(x.columns) * f.scale_size());
+  Kept<float> global(f.global == PER_TOKEN ? x.rows : 1);
+  global[0] = 1;  // what a format without one has
   Rounding rounding = f.element == E2M1 ? EVEN : CEIL;
   quantize_all(x, {f, rounding, data.data(), scale.data(), global.data(), true}, nullptr);
   const bool factors = in.span && f.group_columns && (in.kind == Arithmetic::IN_I8 || f.scale == SCALE_F32);
@@ -109,9 +110,9 @@ Prepared prepare(const Matrices& x, const Arithmetic& in, const Format* activati
               scale.data(), global.data(),
               x.rows,    x.columns,
               factors ? NO_FACTORS : in.kind == Arithmetic::IN_F32 ? ALL : ALL_BUT_OUTER};
-  if (factors) p.span_factor.resize(x.rows * p.spans());
-  if (in.kind != Arithmetic::IN_F32) p.row_factor.resize(x.rows);
-  if (in.kind == Arithmetic::IN_I8) p.row_sum.resize(x.rows * (in.span ? p.spans() : 1));
+  if (factors) p.span_factor = Kept<float>(x.rows * p.spans());
+  if (in.kind != Arithmetic::IN_F32) p.row_factor = Kept<float>(x.rows);
+  if (in.kind == Arithmetic::IN_I8) p.row_sum = Kept<int32_t>(x.rows * (in.span ? p.spans() : 1));
   for_each(x.rows, x.columns, [&](int64_t i) { prepare_row(q, p, i); });
   return p;
 }
@@ -126,21 +127,22 @@ PackedRows pack(const Prepared& x, Element weight, std::vector<Share>& shares) {
       s.blocks.assign(all.begin() + before, all.end());
     }
   PackedRows out{x.pitch * x.in.packed_size() / 4};
+  out.few_pitch = (out.dwords + 63) / 64 * 64;
 #if TORCHQ_BF16_DOT
-  if (x.in.kind == Arithmetic::IN_BF16) {
-    out.few = Aligned<uint32_t>(all.size() && shares.size() == 1 ? 0 : x.rows * out.dwords);
-    for (const Share& s : shares)
-      for (int64_t i = s.from; i < s.from + s.rows && s.blocks.empty(); i++)
-        with_element(weight, [&]<Element E>() {
-          shuffle_pairs<E>((const uint32_t*)x.row(i), out.dwords, &out.few[i * out.dwords]);
-        });
+  for (const Share& s : shares) {
+    if (!s.blocks.empty() || x.in.kind != Arithmetic::IN_BF16) continue;
+    if (!out.few.size()) out.few = Kept<uint32_t>(x.rows * out.few_pitch);
+    for (int64_t i = s.from; i < s.from + s.rows; i++)
+      with_element(weight, [&]<Element E>() {
+        shuffle_pairs<E>((const uint32_t*)x.row(i), out.dwords, &out.few[i * out.few_pitch], out.few_pitch);
+      });
   }
 #endif
   if (all.empty()) return out;
   const int64_t rows = all.back().at + all.back().pitch;
-  out.x = Aligned<uint32_t>(rows * out.dwords);
-  out.factor.resize(rows * x.spans());
-  out.start.resize(rows * x.spans());
+  out.x = Kept<uint32_t>(rows * out.dwords);
+  out.factor = Kept<float>(rows * x.spans());
+  out.start = Kept<int32_t>(rows * x.spans());
   for_each(all.size(), all[0].pitch * x.pitch, [&](int64_t i) {
     if (x.in.kind == Arithmetic::IN_F32) pack_block<DotF32>(x, all[i], out);
     if (x.in.kind == Arithmetic::IN_I8) pack_block<DotI8>(x, all[i], out);

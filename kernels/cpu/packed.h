@@ -54,10 +54,11 @@ inline void pack_rows(Row row, int64_t n_rows, int64_t dwords, uint32_t* out, in
     for (int64_t n = 0; n < used; n++) out[i * pitch + n] = n < n_rows ? row(n)[i] : 0;
 }
 
-// ---- kernels: rows of `pitch` dwords of packed x, MB of them used; sums[m][PANEL] grow by the products ----
+// ---- kernels: rows of `pitch` dwords of packed x, MB of them used; products go or are added to sums[m][PANEL] ----
 
 template <class Dot, int MB, class S>
-[[gnu::noinline]] void packed_block(const uint32_t* w, const uint32_t* x, int64_t pitch, int64_t dwords, S* sums) {
+[[gnu::noinline]] void packed_block(const uint32_t* w, const uint32_t* x, int64_t pitch, int64_t dwords, S* sums,
+                                    bool add) {
   typename Dot::Sum acc[MB][2] = {};
   for (int64_t i = 0; i < dwords; i++, x += pitch, w += PANEL) {
     const auto w0 = load<typename Dot::V>(w), w1 = load<typename Dot::V>(w + W);
@@ -70,8 +71,13 @@ template <class Dot, int MB, class S>
   }
 #pragma GCC unroll 16
   for (int m = 0; m < MB; m++)
-    for (int v = 0; v < 2; v++)
-      for (int n = 0; n < W; n++) sums[m * PANEL + v * W + n] += acc[m][v][n];
+    for (int v = 0; v < 2; v++) {
+      S* to = sums + m * PANEL + v * W;
+      if constexpr (std::is_same_v<typename Dot::Sum, vf>)
+        store(to, add ? load<vf>(to) + acc[m][v] : acc[m][v]);
+      else
+        for (int n = 0; n < W; n++) to[n] = (add ? to[n] : 0) + acc[m][v][n];
+    }
 }
 
 // What the groups of a row's columns share: factors of w [groups][PANEL] and, where OF_X, of x [groups][pitch], and what
@@ -84,11 +90,11 @@ struct Groups {
 
 template <class Dot, int MB, bool OF_X>
 [[gnu::noinline]] void packed_groups(const uint32_t* w, const uint32_t* x, int64_t pitch, int64_t dwords, Groups g,
-                                     float* sums) {
+                                     float* sums, bool add) {
   using Sum = typename Dot::Sum;
   vf acc[MB][2];
   for (int m = 0; m < MB; m++)
-    for (int v = 0; v < 2; v++) acc[m][v] = load<vf>(sums + m * PANEL + v * W);
+    for (int v = 0; v < 2; v++) acc[m][v] = add ? load<vf>(sums + m * PANEL + v * W) : vf{};
   for (; dwords > 0; dwords -= g.dwords, g.w += PANEL, g.x += pitch, g.start += pitch) {
     Sum part[MB][2];
 #pragma GCC unroll 8

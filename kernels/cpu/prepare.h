@@ -1,7 +1,5 @@
 // x as the products take it: in rows for a few of them, in packed blocks for many.
 #pragma once
-#include <vector>
-
 #include "quantize.h"
 #include "repack.h"
 
@@ -20,9 +18,8 @@ struct Arithmetic {
 // Integers where both sides have int8 codes; bf16 where values are exact in it and this CPU multiplies them; else f32.
 // `many`: rows of x are enough to repack the weights for them.
 inline Arithmetic arithmetic_of(const Format& weight, const Format* activation, Dtype dtype, bool many) {
-  const auto common = [](int64_t a, int64_t b) { return std::gcd(a, b); };  // of 0 and b: b
   if (activation && has_int8_codes(weight) && has_int8_codes(*activation)) {
-    const int64_t span = common(weight.group_columns, activation->group_columns);
+    const int64_t span = std::gcd(weight.group_columns, activation->group_columns);  // gcd(0, n) is n
     if (span == 0) return {Arithmetic::IN_I8};
     if (many && W > 4) return {Arithmetic::IN_I8, span, 0};  // without an instruction for it, f32 is faster
   }
@@ -31,7 +28,7 @@ inline Arithmetic arithmetic_of(const Format& weight, const Format* activation, 
     const int64_t w = scaling_of(weight) == ON_SUMS ? weight.group_columns : 0;
     const bool factors = activation && activation->group_columns && activation->scale == SCALE_F32;
     if (!factors) return {Arithmetic::IN_BF16, w, scaling_of(weight) == BLOCKS ? 8 : 4};
-    const int64_t span = common(w, activation->group_columns);
+    const int64_t span = std::gcd(w, activation->group_columns);
     if (span % 32 == 0) return {Arithmetic::IN_BF16, span, 0};
   }
 #endif
@@ -41,18 +38,18 @@ inline Arithmetic arithmetic_of(const Format& weight, const Format* activation, 
 struct Prepared {
   Arithmetic in;
   const char* x;
-  int64_t rows, pitch;                // elements of a row: zeros after the last column
-  std::vector<char> own;              // x, where it is not the caller's memory
-  std::vector<float> row_factor;      // empty: all ones
-  std::vector<int32_t> row_sum;       // of int8 codes, per row or per span
-  std::vector<float> span_factor;     // per row and span; empty: all ones
+  int64_t rows, pitch;             // elements of a row: zeros after the last column
+  Kept<char> own;           // x, where it is not the caller's memory
+  Kept<float> row_factor;   // empty: all ones
+  Kept<int32_t> row_sum;    // of int8 codes, per row or per span
+  Kept<float> span_factor;  // per row and span; empty: all ones
 
   const char* row(int64_t i) const { return x + i * pitch * in.size(); }
   int64_t spans() const { return in.span ? pitch / in.span : 0; }
 };
 
 inline int64_t padded_pitch(int64_t columns, const Arithmetic& in) {
-  int64_t unit = in.kind == Arithmetic::IN_F32 ? 32 : in.kind == Arithmetic::IN_BF16 ? 128 : 64;
+  int64_t unit = in.kind == Arithmetic::IN_F32 ? 32 : 64;
   if (in.span) unit = std::lcm(unit, in.span);
   return (columns + unit - 1) / unit * unit;
 }
@@ -73,7 +70,7 @@ inline void prepare_row(const Quantized& q, Prepared& p, int64_t i) {
   const Arithmetic& in = p.in;
   char* out = p.own.data() + i * p.pitch * in.size();
   const int64_t spans = p.spans();
-  const bool factors = !p.span_factor.empty();
+  const bool factors = p.span_factor.size() > 0;
   if (in.kind != Arithmetic::IN_F32) p.row_factor[i] = factors ? 1.f : q.outer(0, i);
   if (factors) {
     float* factor = &p.span_factor[i * spans];
@@ -91,7 +88,7 @@ inline void prepare_row(const Quantized& q, Prepared& p, int64_t i) {
     }
     return;
   }
-  std::vector<float> values(q.format.padded(q.columns) + q.format.group_columns + W);
+  Kept<float> values(q.format.padded(q.columns) + q.format.group_columns + W);
   with_element(q.format.element, [&]<Element E>() { decode_columns<E>(q, 0, i, 0, q.columns, values.data()); });
   if (in.kind == Arithmetic::IN_F32)
     memcpy(out, values.data(), q.columns * 4);
@@ -117,31 +114,32 @@ inline void add_blocks(int64_t from, int64_t rows, const Arithmetic& in, std::ve
 }
 
 struct PackedRows {
-  int64_t dwords;                  // of a row
-  Aligned<uint32_t> few;       // rows as they are, with their pairs of bf16 shuffled
-  Aligned<uint32_t> x;         // [block][dword][pitch]
-  std::vector<float> factor;       // [block][span][pitch]
-  std::vector<int32_t> start;      // what integer sums of a span start from
+  int64_t dwords;              // of a row
+  Kept<uint32_t> few;          // rows of few_pitch dwords, their pairs of bf16 shuffled and zeros after them
+  int64_t few_pitch;
+  Kept<uint32_t> x;            // [block][dword][pitch]
+  Kept<float> factor;          // [block][span][pitch]
+  Kept<int32_t> start;         // what integer sums of a span start from
 };
 
 template <class Dot>
 inline void pack_block(const Prepared& p, const Block& b, PackedRows& out) {
   using Packed = typename Dot::Packed;
   const int64_t spans = p.spans();
-  std::vector<Packed> wide;
+  Kept<Packed> wide;
   if constexpr (!std::is_same_v<Packed, typename Dot::T>) {
-    wide.resize(b.rows * p.pitch);
+    wide = Kept<Packed>(b.rows * p.pitch);
     const auto* x = (const typename Dot::T*)p.row(b.from);
     for (int64_t i = 0; i < b.rows * p.pitch; i++) wide[i] = x[i];
   }
-  const char* x = wide.empty() ? p.row(b.from) : (const char*)wide.data();
+  const char* x = wide.size() ? (const char*)wide.data() : p.row(b.from);
   pack_rows([&](int64_t n) { return (const uint32_t*)x + n * out.dwords; }, b.rows, out.dwords,
             &out.x[b.at * out.dwords], b.pitch);
   for (int64_t s = 0; s < spans; s++)
     for (int64_t m = 0; m < b.pitch; m++) {
       const int64_t to = b.at * spans + s * b.pitch + m, row = b.from + m;
-      out.factor[to] = m >= b.rows || p.span_factor.empty() ? 0.f : p.span_factor[row * spans + s];
-      out.start[to] = m >= b.rows || p.row_sum.empty() ? 0 : -DotI8::offset * p.row_sum[row * spans + s];
+      out.factor[to] = m >= b.rows || !p.span_factor.size() ? 0.f : p.span_factor[row * spans + s];
+      out.start[to] = m >= b.rows || !p.row_sum.size() ? 0 : -DotI8::offset * p.row_sum[row * spans + s];
     }
 }
 

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <utility>
+#include <vector>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -37,15 +39,59 @@ class Aligned {
   explicit Aligned(int64_t n = 0) : data_(n ? (T*)std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64) : nullptr), size_(n) {
     if (n && !data_) throw std::bad_alloc();
   }
+  Aligned(Aligned&& other) : data_(std::move(other.data_)), size_(std::exchange(other.size_, 0)) {}
+  Aligned& operator=(Aligned&& other) {
+    data_ = std::move(other.data_);
+    size_ = std::exchange(other.size_, 0);
+    return *this;
+  }
   T* data() const { return data_.get(); }
   int64_t size() const { return size_; }
-  T& operator[](int64_t i) const { return data_[i]; }
 
  private:
   struct Free {
     void operator()(T* p) const { std::free(p); }
   };
   std::unique_ptr<T[], Free> data_;
+  int64_t size_;
+};
+
+// The same for the length of a call: what a thread's calls let go of is kept for its next ones, up to 8 pieces of 32 MB,
+// so that the system need not clear new pages every time.
+template <class T>
+class Kept {
+ public:
+  explicit Kept(int64_t n = 0) : size_(n) {
+    if (!n) return;
+    const int64_t bytes = n * sizeof(T);
+    for (auto& piece : pool())
+      if (piece.size() >= bytes && piece.size() < 8 * bytes + 4096) {
+        memory_ = std::move(piece);
+        std::swap(piece, pool().back());
+        pool().pop_back();
+        return;
+      }
+    memory_ = Aligned<char>(bytes);
+  }
+  Kept(Kept&&) = default;
+  Kept& operator=(Kept&& other) {
+    std::swap(memory_, other.memory_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  ~Kept() {
+    if (memory_.size() && memory_.size() <= 32 << 20 && pool().size() < 8) pool().push_back(std::move(memory_));
+  }
+  T* data() const { return (T*)memory_.data(); }
+  int64_t size() const { return size_; }
+  T& operator[](int64_t i) const { return data()[i]; }
+
+ private:
+  static std::vector<Aligned<char>>& pool() {
+    thread_local std::vector<Aligned<char>> pieces;
+    return pieces;
+  }
+  Aligned<char> memory_;
   int64_t size_;
 };
 
