@@ -14,7 +14,7 @@ template <class Convert>
 inline void repack(const Quantized& w, int64_t matrix, int64_t first, int64_t n_rows, int64_t k, int64_t n,
                    const Convert& convert, uint32_t* out) {
   constexpr int64_t per_byte = Convert::per_byte, per_dword = 4 * per_byte;
-  constexpr int64_t ahead = 512;  // bytes of each row to prefetch
+  constexpr int64_t ahead = 512;  // bytes of each row to prefetch, and at its end as much of the row W further down
   for (int64_t half = 0; half < PANEL; half += W) {
     const char* rows = w.row_data(matrix * w.rows + first + half) + k / per_byte;
     const int64_t used = n_rows - half;
@@ -22,11 +22,12 @@ inline void repack(const Quantized& w, int64_t matrix, int64_t first, int64_t n_
     for (int64_t c = 0; c < n; c += 64 * per_byte) {
       const int64_t left = w.row_bytes - (k + c) / per_byte;
       const __mmask64 there = left >= 64 ? ~0ull : left > 0 ? (1ull << left) - 1 : 0;
+      const int64_t next = left > ahead ? ahead : ahead + (W - 1) * w.row_bytes;
       vi tile[W];
 #pragma GCC unroll 16
       for (int r = 0; r < W; r++) {
         const char* row = rows + r * w.row_bytes + c / per_byte;
-        _mm_prefetch(row + ahead, _MM_HINT_T0);
+        _mm_prefetch(row + next, _MM_HINT_T0);
         tile[r] = (vi)_mm512_maskz_loadu_epi8(r < used ? there : 0, row);
       }
       transpose(tile);
