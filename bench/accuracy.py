@@ -18,7 +18,7 @@ from torchq import SHORTHANDS, QuantSpec, quantize_
 from torchq.zoo import minilm, smollm2, texts
 from torchq.zoo.measure import perplexity
 
-WINDOWS = 4
+WINDOWS = 8
 LINEAR = [name for name, pair in SHORTHANDS.items() if pair.linear is not None]
 
 

@@ -19,6 +19,8 @@ class Decisions:
 
     def decide(self, names: list[str], kind, module: nn.Module) -> Answer:
         """What the matrices of a layer get; raises for rules in conflict, also between the layer's several names."""
+        if len(names) == 1:
+            return self._decide_by_name(names[0], kind, module)
         answers = {name: self._decide_by_name(name, kind, module) for name in names}
         found = {name: a for name, a in answers.items() if any(a.resolutions.values())}
         distinct = {tuple(r and keys(r) for r in a.resolutions.values()) for a in found.values()}

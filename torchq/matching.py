@@ -125,7 +125,10 @@ class Fusion:
                 self._shards[fused] = shards
                 for shard in shards:
                     self._fused.setdefault(shard, []).append(fused)
-        self._ends, self._shard_ends = tuple(self._shards), tuple(self._fused)
+        self._ends = tuple(self._shards)
+        self._fused_by_last: dict[str, list[str]] = {}  # the last component of a shard's suffix -> those suffixes
+        for end in self._fused:
+            self._fused_by_last.setdefault(end.rpartition(".")[2], []).append(end)
 
     def shards(self, name: str) -> list[str]:
         """The names of the shards of a fused layer, in mapping order; none for a layer that is not fused."""
@@ -137,14 +140,12 @@ class Fusion:
 
     def fused(self, name: str) -> list[str]:
         """The names of the fused layers that a shard is part of in models that fuse it."""
-        dotted = "." + name
-        if not dotted.endswith(self._shard_ends):
+        ends = self._fused_by_last.get(name.rpartition(".")[2])
+        if ends is None:
             return []
+        dotted = "." + name
         return [
-            (dotted[: -len(end)] + fused)[1:]
-            for end, fused_ends in self._fused.items()
-            if dotted.endswith(end)
-            for fused in fused_ends
+            (dotted[: -len(end)] + fused)[1:] for end in ends if dotted.endswith(end) for fused in self._fused[end]
         ]
 
 

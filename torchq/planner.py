@@ -235,8 +235,8 @@ class Planner:
             except ConfigError as problem:
                 self.problems.append(problem)
             _share(jobs)
-        of_module = {id(job.node.module): job for job in self.jobs}
-        for experts in self.lists:
+        of_module = {id(job.node.module): job for job in self.jobs if job.row.resolution.weight.global_scale}
+        for experts in self.lists if of_module else ():
             for group in ExpertListKind.shares(experts):
                 found = (of_module.get(id(experts.get_submodule(path))) for path in group)
                 _share([job for job in found if job is not None])

@@ -98,8 +98,7 @@ class Resolver:
 
     def hits(self, name: str) -> Hits:
         """The patterns that the layer uses; those that no layer of a model uses hit nothing."""
-        lookups = (self._in_targets, self._in_ignore)
-        return Hits(*(frozenset().union(*(patterns for _, patterns in lookup.find(name))) for lookup in lookups))
+        return Hits(_together(self._in_targets.find(name)), _together(self._in_ignore.find(name)))
 
     def check_group(self, fused_name: str, shard_names: Iterable[str], kind: Kind) -> None:
         """Raise ``ConfigError`` if a rule on the fused name gives a shard another spec than its siblings have.
@@ -156,17 +155,17 @@ class _Lookup:
     def find(self, name: str) -> Found:
         if not self._patterns.patterns:
             return [(name, frozenset())]
-        if name not in self._found:
+        found = self._found.get(name)
+        if found is None:
             found = find(name, self._patterns, self._fusion)
-            if not any(patterns for _, patterns in found) and (through := self._through(name)):
+            if not _together(found) and (through := self._through(name)):
                 found = [(name, frozenset().union(*through.values()))]
             self._found[name] = found
-        return self._found[name]
+        return found
 
     def through(self, name: str) -> dict[str, frozenset[str]]:
         """The fused names by which a shard is found, with the patterns; empty if it is found by its own name."""
-        direct = any(patterns for _, patterns in find(name, self._patterns, self._fusion))
-        return {} if direct else self._through(name)
+        return {} if _together(find(name, self._patterns, self._fusion)) else self._through(name)
 
     def _through(self, name: str) -> dict[str, frozenset[str]]:
         return {fused: hits for fused in self._fusion.fused(name) if (hits := self._naming(fused))}
@@ -179,6 +178,10 @@ class _Lookup:
                 hits -= self._patterns.matches(shard)
             self._naming_fused[fused] = hits
         return self._naming_fused[fused]
+
+
+def _together(found: Found) -> frozenset[str]:
+    return found[0][1] if len(found) == 1 else frozenset().union(*(patterns for _, patterns in found))
 
 
 def _resolve_value(name: str, kind: Kind, pattern: str | None, value: str | QuantSpec) -> Resolution | None:

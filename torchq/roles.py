@@ -50,7 +50,7 @@ class Roles:
 
     def _find_output_embedding(self, node: Node, embeddings: set[int]) -> None:
         module = node.module
-        if hasattr(module, "get_output_embeddings"):
+        if hasattr(type(module), "get_output_embeddings"):  # of the class: a module's own lookup is slow to say no
             head = module.get_output_embeddings()
             if head is not None:
                 self._by_id.setdefault(id(head), "output embedding of the model")
@@ -62,6 +62,8 @@ class Roles:
             self._by_id.setdefault(id(module), "output embedding of the model")
 
     def _find_kept_in_fp32(self, node: Node) -> None:
+        if not any(hasattr(type(node.module), attribute) for attribute in _KEEP_IN_FP32):
+            return
         listed = {name for attribute in _KEEP_IN_FP32 for name in getattr(node.module, attribute, None) or ()}
         if listed:
             pattern = re.compile("|".join(rf"(^|\.){name}($|\.)" for name in sorted(listed)))
