@@ -18,7 +18,7 @@ from torchq import SHORTHANDS, QuantSpec, quantize_
 from torchq.zoo import minilm, smollm2, texts
 from torchq.zoo.measure import perplexity
 
-WINDOWS = 8
+WINDOWS = 16
 LINEAR = [name for name, pair in SHORTHANDS.items() if pair.linear is not None]
 
 
@@ -37,7 +37,7 @@ def dense_table() -> str:
     """Return the table: perplexity, SQNR and size, with the shorthand's activations and with 16-bit ones."""
     transformers.utils.logging.disable_progress_bar()
     dense, tokenizer = smollm2.load()
-    tokens = tokenizer(texts.wikipedia()[:30000], return_tensors="pt")["input_ids"]
+    tokens = tokenizer(texts.wikipedia()[:60000], return_tensors="pt")["input_ids"]
     encoder, words = minilm.load()
     sentences = [line for line in texts.wikipedia().splitlines() if len(line) > 200][:32]
     embedded = minilm.embed(encoder, words, sentences)

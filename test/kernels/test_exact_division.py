@@ -1,4 +1,4 @@
-"""What quantize.h says of NEWTON: for every mantissa of a 16-bit x and of an f32 d, the step gives the rounded x / d."""
+"""What quantize.h says of NEWTON: for any mantissa of a 16-bit x and of an f32 d, the step gives the rounded x / d."""
 
 import subprocess
 
