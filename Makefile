@@ -28,6 +28,7 @@ bench: $(READY)
 lint: $(READY)
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
+	$(VENV)/clang-format --dry-run -Werror kernels/cpu/*.h kernels/cpu/*.cpp
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -144,9 +144,7 @@ class Fusion:
         if ends is None:
             return []
         dotted = "." + name
-        return [
-            (dotted[: -len(end)] + fused)[1:] for end in ends if dotted.endswith(end) for fused in self._fused[end]
-        ]
+        return [(dotted[: -len(end)] + fused)[1:] for end in ends if dotted.endswith(end) for fused in self._fused[end]]
 
 
 def _fused_items(mapping: Any) -> Iterator[tuple[str, tuple[str, ...]]]:

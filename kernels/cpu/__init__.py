@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 _OPERATORS = ("quantize", "dequantize", "linear", "grouped_linear")
 LEVELS = ("scalar", "avx2", "avx512")
@@ -122,15 +123,29 @@ def _compile(compiler: str, flags: list[str], path: Path) -> None:
     os.close(descriptor)
     try:
         command = [compiler, *flags, str(_SOURCES / "ops.cpp"), "-o", temporary, *paths]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
-            raise BuildError(f"{compiler} failed: {errors[0].strip() if errors else done.returncode}")
+        status, said = _run(command)
+        if status:
+            errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-1:]
+            raise BuildError(f"{compiler} failed: {errors[0].strip() if errors else status}")
         digest = _digest(Path(temporary))
         os.replace(temporary, path)
         _digest_file(path).write_text(digest)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Run the compiler; return its status and what it wrote to stderr. On a terminal, say what takes so long."""
+    with (
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process,
+        tqdm(desc="building the native CPU kernels, once", bar_format="{desc}: {elapsed}", disable=None) as clock,
+    ):
+        while True:
+            try:
+                said = process.communicate(timeout=0.5)[1]
+                return process.returncode, said
+            except subprocess.TimeoutExpired:
+                clock.refresh()
 
 
 def _whole(path: Path) -> bool:

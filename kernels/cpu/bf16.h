@@ -13,8 +13,9 @@ inline bool has_bf16_kernel(const Format& f) {
   return f.element == INT8 ? false : f.group_columns == 16 ? f.scale == SCALE_E4M3 : f.group_columns % 32 == 0;
 }
 
-// Unscaled values of 64 bytes of codes. What is cheapest to decode is not in the order of columns: pair i of columns comes
-// out as dword `place(i)` of the vectors. Every lane of a vector holds columns of one span of 16 (32 for 8-bit codes).
+// Unscaled values of 64 bytes of codes. What is cheapest to decode is not in the order of columns: pair i of columns
+// comes out as dword `place(i)` of the vectors. Every lane of a vector holds columns of one span of 16 (32 for 8-bit
+// codes).
 template <Element E>
 class Decoder {
  public:
@@ -37,7 +38,8 @@ class Decoder {
   void operator()(__m512i codes, __m512i (&v)[vectors]) const {
     if constexpr (E == INT8) {
       auto wide = [](__m128i c) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(c)); };
-      v[0] = (__m512i)_mm512_cvtne2ps_pbh(wide(_mm512_extracti32x4_epi32(codes, 1)), wide(_mm512_castsi512_si128(codes)));
+      v[0] =
+          (__m512i)_mm512_cvtne2ps_pbh(wide(_mm512_extracti32x4_epi32(codes, 1)), wide(_mm512_castsi512_si128(codes)));
       v[1] = (__m512i)_mm512_cvtne2ps_pbh(wide(_mm512_extracti32x4_epi32(codes, 3)),
                                           wide(_mm512_extracti32x4_epi32(codes, 2)));
     } else if constexpr (E == E4M3) {
@@ -69,7 +71,8 @@ class Decoder {
   __m512i table_[4];
 };
 
-// Pairs of x in the order in which a decoder gives those of the weights; zeros after them, up to `pitch` (whole blocks).
+// Pairs of x in the order in which a decoder gives those of the weights; zeros after them, up to `pitch` (whole
+// blocks).
 template <Element E>
 inline void shuffle_pairs(const uint32_t* x, int64_t pairs, uint32_t* out, int64_t pitch) {
   constexpr int64_t block = Decoder<E>::columns / 2;
@@ -77,8 +80,8 @@ inline void shuffle_pairs(const uint32_t* x, int64_t pairs, uint32_t* out, int64
     for (int64_t j = 0; j < block; j++) out[i + Decoder<E>::place(j)] = i + j < pairs ? x[i + j] : 0;
 }
 
-// sums[m * pitch] = dot products of a row of weights and MB rows of shuffled x, without the outer factor. `scales`: f32 for
-// every SPAN columns (0: none). Memory is what limits this: rows are read one after the other, as one stream.
+// sums[m * pitch] = dot products of a row of weights and MB rows of shuffled x, without the outer factor. `scales`: f32
+// for every SPAN columns (0: none). Memory is what limits this: rows are read one after the other, as one stream.
 template <Element E, int SPAN, int MB>
 inline void stream_row(const Decoder<E>& decode, const char* codes, int64_t bytes, const float* scales,
                        const uint32_t* x, int64_t ldx, float* sums, int64_t pitch) {
@@ -91,7 +94,8 @@ inline void stream_row(const Decoder<E>& decode, const char* codes, int64_t byte
     __m512i w[vectors];
     decode(_mm512_maskz_loadu_epi8(there, codes + 64 * i), w);
     vf scale;
-    if constexpr (SPAN) scale = _mm512_permutexvar_ps(span, _mm512_castps256_ps512(_mm256_loadu_ps(scales + i * per_block)));
+    if constexpr (SPAN)
+      scale = _mm512_permutexvar_ps(span, _mm512_castps256_ps512(_mm256_loadu_ps(scales + i * per_block)));
 #pragma GCC unroll 4
     for (int m = 0; m < MB; m++) {
       vf part{};

@@ -7,8 +7,8 @@ namespace torchq {
 inline vi min(vi a, int32_t b) { return a < b ? a : splat(b); }
 
 #if defined(__AVX512BW__)
-// The e2m1 code of a magnitude of at least 1/4 (lower ones count as 1/4): looked up from how far above 1/4 the bits are in
-// steps of a quarter of a power of two, twice, plus one where more bits follow (a tie is broken by them).
+// The e2m1 code of a magnitude of at least 1/4 (lower ones count as 1/4): looked up from how far above 1/4 the bits are
+// in steps of a quarter of a power of two, twice, plus one where more bits follow (a tie is broken by them).
 struct RoundingE2M1 {
   alignas(64) uint16_t code[64] = {};
   constexpr RoundingE2M1() {
@@ -39,8 +39,8 @@ inline vi encode(vf v) {
   }
 #endif
   if constexpr (E == E2M1 || E == E4M3) {
-    // Normal codes: round the mantissa bits to nearest even. Subnormal codes: add the power of two whose last bit is the
-    // code's step, so that the adder rounds; what it adds to the bits is the code.
+    // Normal codes: round the mantissa bits to nearest even. Subnormal codes: add the power of two whose last bit is
+    // the code's step, so that the adder rounds; what it adds to the bits is the code.
     constexpr int drop = E == E2M1 ? 22 : 20;
     constexpr float first_normal = E == E2M1 ? 1.f : 0x1p-6f, step_one = E == E2M1 ? 0x1p22f : 0x1p14f;
     constexpr int32_t bias = E == E2M1 ? 252 : 960, largest = E == E2M1 ? 7 : 0x7e, sign = E == E2M1 ? 8 : 0x80;

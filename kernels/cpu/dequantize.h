@@ -7,8 +7,8 @@
 
 namespace torchq {
 
-// Which scales decoded values include. OUTER ones are what all of a row shares (a whole row's f32 scale, a global scale):
-// the product's sums may be multiplied by them instead.
+// Which scales decoded values include. OUTER ones are what all of a row shares (a whole row's f32 scale, a global
+// scale): the product's sums may be multiplied by them instead.
 enum Factors { ALL, ALL_BUT_OUTER, NO_FACTORS };
 
 // A batch of quantized matrices, read only. Whatever takes a division is computed once.

@@ -1,5 +1,5 @@
-// Dot products of a few rows of x, lanes along K: everything stays in registers until the sums. And what a step of a dot
-// product is, for these and for packed.h.
+// Dot products of a few rows of x, lanes along K: everything stays in registers until the sums. And what a step of a
+// dot product is, for these and for packed.h.
 #pragma once
 #include "vec.h"
 

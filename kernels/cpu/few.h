@@ -31,8 +31,7 @@ struct Raw {
       }
     }
 #else
-    for (int i = 0; i < 32 / W; i++)
-      v[i] = torchq::decode<E>(load_codes<E>(codes + i * W / (packs_two(E) ? 2 : 1)));
+    for (int i = 0; i < 32 / W; i++) v[i] = torchq::decode<E>(load_codes<E>(codes + i * W / (packs_two(E) ? 2 : 1)));
 #endif
   }
 
@@ -48,11 +47,11 @@ struct Raw {
 #endif
 };
 
-// sums[m * pitch] = dot products of one row of weights and MB rows of x, without the outer factor. `scales`: f32 for every
-// SPAN columns. x has zeros after the row's last column, up to a multiple of 32.
+// sums[m * pitch] = dot products of one row of weights and MB rows of x, without the outer factor. `scales`: f32 for
+// every SPAN columns. x has zeros after the row's last column, up to a multiple of 32.
 template <Element E, int MB, int SPAN>
-[[gnu::noinline]] void few_rows_of_f32(const char* codes, int64_t bytes, const float* scales, const float* x, int64_t ldx,
-                                       float* sums, int64_t pitch) {
+[[gnu::noinline]] void few_rows_of_f32(const char* codes, int64_t bytes, const float* scales, const float* x,
+                                       int64_t ldx, float* sums, int64_t pitch) {
   constexpr int parts = 32 / W;
   vf acc[MB][2] = {};
   auto step = [&](const char* c, int64_t i, int u) {

@@ -18,7 +18,7 @@ struct Format {
 
   // Packed by torchq.kernels.cpu_backend._packed.
   static Format unpack(int64_t k) {
-    return {Element(k & 3),      Scale(k >> 2 & 3),    Global(k >> 4 & 3),
+    return {Element(k & 3),   Scale(k >> 2 & 3), Global(k >> 4 & 3),
             bool(k >> 6 & 1), k >> 8 & 0xffffff, k >> 32 & 0xffffff};
   }
 

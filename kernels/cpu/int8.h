@@ -7,7 +7,8 @@ namespace torchq {
 inline bool whole_row_int8(const Format& f) { return f.element == INT8 && f.group_columns == 0; }
 
 inline bool has_int8_codes(const Format& f) {
-  return whole_row_int8(f) || (f.element != E4M3 && f.scale != SCALE_E4M3 && f.group_columns && f.group_columns % 32 == 0);
+  return whole_row_int8(f) ||
+         (f.element != E4M3 && f.scale != SCALE_E4M3 && f.group_columns && f.group_columns % 32 == 0);
 }
 
 // What a scale is multiplied by to fit the int8 codes.
@@ -21,7 +22,8 @@ alignas(16) constexpr int8_t int8_values[2][16] = {{0, 1, 2, 3, 4, 6, 8, 12, 0, 
 // 32 values of 4-bit codes, from a table of 16 in both halves.
 inline __m256i int8_of_nibbles(__m128i codes, __m256i table) {
   __m256i w = _mm256_cvtepu8_epi16(codes);
-  return _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_or_si256(w, _mm256_slli_epi16(w, 4)), _mm256_set1_epi8(15)));
+  return _mm256_shuffle_epi8(table,
+                             _mm256_and_si256(_mm256_or_si256(w, _mm256_slli_epi16(w, 4)), _mm256_set1_epi8(15)));
 }
 #endif
 

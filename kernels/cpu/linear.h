@@ -137,7 +137,8 @@ inline void few_in_f32(const Linear& l, const Panel& p, int64_t from, int64_t m_
       span == 32 ? few_rows_of_f32<E, MB, 32>(codes, w.row_bytes, scales, x, l.x.pitch, to, PANEL)
                  : few_rows_of_f32<E, MB, 16>(codes, w.row_bytes, scales, x, l.x.pitch, to, PANEL);
     };
-    for (int64_t m = 0; m < m_rows; m += 2) m + 1 < m_rows ? rows.template operator()<2>(m) : rows.template operator()<1>(m);
+    for (int64_t m = 0; m < m_rows; m += 2)
+      m + 1 < m_rows ? rows.template operator()<2>(m) : rows.template operator()<1>(m);
   }
 }
 
@@ -158,8 +159,8 @@ inline void few_in_i8(const Linear& l, const Panel& p, int64_t from, int64_t m_r
 
 // ---- many rows of x ----
 
-// Repacks columns k.. of a panel through rows of values: `decode(n, k, columns, out)` gives columns of row n, k and columns
-// being multiples of `unit`.
+// Repacks columns k.. of a panel through rows of values: `decode(n, k, columns, out)` gives columns of row n, k and
+// columns being multiples of `unit`.
 template <class Dot, class Decode>
 inline void repack_values(int64_t n_rows, int64_t k, int64_t columns, int64_t unit, Decode decode, uint32_t* out) {
   using Packed = typename Dot::Packed;
@@ -171,8 +172,8 @@ inline void repack_values(int64_t n_rows, int64_t k, int64_t columns, int64_t un
     for (int64_t half = 0; half < PANEL; half += W) {
       const int64_t used = std::clamp<int64_t>(n_rows - half, 0, W);
       for (int64_t r = 0; r < used; r++) decode(half + r, k + at, n, rows + r * part);
-      pack_rows([&](int64_t r) { return (const uint32_t*)(rows + r * part); }, used, n / per, out + at / per * PANEL + half,
-                PANEL);
+      pack_rows([&](int64_t r) { return (const uint32_t*)(rows + r * part); }, used, n / per,
+                out + at / per * PANEL + half, PANEL);
     }
   }
 }
@@ -243,7 +244,8 @@ inline const float* panel_factors(const Linear& l, const Panel& p, bool of_w) {
 #if TORCHQ_BF16_DOT
 template <Element E, Scaling S>
 inline void many_in_bf16(const Linear& l, const Panel& p, const std::vector<Block>& blocks, float* sums) {
-  const int64_t width = l.w.format.group_columns, count = l.x.pitch / (S == POWERS ? 32 : 16), room = count + width / 16 + 64;
+  const int64_t width = l.w.format.group_columns, count = l.x.pitch / (S == POWERS ? 32 : 16),
+                room = count + width / 16 + 64;
   const float* factors = l.x.in.span ? panel_factors(l, p, S == ON_SUMS && width) : nullptr;
   uint32_t* rows = scratch<SPREAD, uint32_t>(W * room);
   uint32_t* scales = scratch<SCALES, uint32_t>(room * PANEL);

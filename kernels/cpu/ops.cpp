@@ -13,8 +13,8 @@
 namespace torchq {
 namespace {
 
-using torch::stable::Tensor;
 using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
 Dtype dtype_of(const Tensor& t) {
   ScalarType s = t.scalar_type();
@@ -106,10 +106,15 @@ Prepared prepare(const Matrices& x, const Arithmetic& in, const Format* activati
   Rounding rounding = f.element == E2M1 ? EVEN : CEIL;
   quantize_all(x, {f, rounding, data.data(), scale.data(), global.data(), true}, nullptr);
   const bool factors = in.span && f.group_columns && (in.kind == Arithmetic::IN_I8 || f.scale == SCALE_F32);
-  Quantized q{f,         data.data(),
-              scale.data(), global.data(),
-              x.rows,    x.columns,
-              factors ? NO_FACTORS : in.kind == Arithmetic::IN_F32 ? ALL : ALL_BUT_OUTER};
+  Quantized q{f,
+              data.data(),
+              scale.data(),
+              global.data(),
+              x.rows,
+              x.columns,
+              factors                         ? NO_FACTORS
+              : in.kind == Arithmetic::IN_F32 ? ALL
+                                              : ALL_BUT_OUTER};
   if (factors) p.span_factor = Kept<float>(x.rows * p.spans());
   if (in.kind != Arithmetic::IN_F32) p.row_factor = Kept<float>(x.rows);
   if (in.kind == Arithmetic::IN_I8) p.row_sum = Kept<int32_t>(x.rows * (in.span ? p.spans() : 1));

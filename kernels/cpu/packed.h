@@ -1,5 +1,5 @@
-// Products of many rows: weights and x are repacked so that lanes run along the rows of weights, and a dword of x (1 f32,
-// 2 bf16 or 4 int8 along K) meets 2 W rows of weights at once. No sum is ever taken across lanes.
+// Products of many rows: weights and x are repacked so that lanes run along the rows of weights, and a dword of x (1
+// f32, 2 bf16 or 4 int8 along K) meets 2 W rows of weights at once. No sum is ever taken across lanes.
 #pragma once
 #include <numeric>
 #include <utility>
@@ -80,8 +80,8 @@ template <class Dot, int MB, class S>
     }
 }
 
-// What the groups of a row's columns share: factors of w [groups][PANEL] and, where OF_X, of x [groups][pitch], and what
-// integer sums of a group start from.
+// What the groups of a row's columns share: factors of w [groups][PANEL] and, where OF_X, of x [groups][pitch], and
+// what integer sums of a group start from.
 struct Groups {
   const float *w, *x;
   const int32_t* start;

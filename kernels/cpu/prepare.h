@@ -38,7 +38,7 @@ inline Arithmetic arithmetic_of(const Format& weight, const Format* activation, 
 struct Prepared {
   Arithmetic in;
   const char* x;
-  int64_t rows, pitch;             // elements of a row: zeros after the last column
+  int64_t rows, pitch;      // elements of a row: zeros after the last column
   Kept<char> own;           // x, where it is not the caller's memory
   Kept<float> row_factor;   // empty: all ones
   Kept<int32_t> row_sum;    // of int8 codes, per row or per span
@@ -114,12 +114,12 @@ inline void add_blocks(int64_t from, int64_t rows, const Arithmetic& in, std::ve
 }
 
 struct PackedRows {
-  int64_t dwords;              // of a row
-  Kept<uint32_t> few;          // rows of few_pitch dwords, their pairs of bf16 shuffled and zeros after them
+  int64_t dwords;      // of a row
+  Kept<uint32_t> few;  // rows of few_pitch dwords, their pairs of bf16 shuffled and zeros after them
   int64_t few_pitch;
-  Kept<uint32_t> x;            // [block][dword][pitch]
-  Kept<float> factor;          // [block][span][pitch]
-  Kept<int32_t> start;         // what integer sums of a span start from
+  Kept<uint32_t> x;     // [block][dword][pitch]
+  Kept<float> factor;   // [block][span][pitch]
+  Kept<int32_t> start;  // what integer sums of a span start from
 };
 
 template <class Dot>

@@ -1,5 +1,5 @@
-// Quantization of rows, a few thousand values at a time so that the cache holds them: the amax of each group, the scales
-// of all groups, then the codes and on request the squared error.
+// Quantization of rows, a few thousand values at a time so that the cache holds them: the amax of each group, the
+// scales of all groups, then the codes and on request the squared error.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -151,8 +151,8 @@ class EncoderBF16 {
 };
 #endif
 
-// How values are divided by their scale, with the result of a division to the bit. Only the reciprocal of a power of two
-// is exact: POWER multiplies by it, POWER_BF16 adds exponents.
+// How values are divided by their scale, with the result of a division to the bit. Only the reciprocal of a power of
+// two is exact: POWER multiplies by it, POWER_BF16 adds exponents.
 //
 // NEWTON is for values of at most 12 significant bits (f16, bf16): one Newton step makes x * (1 / d) the quotient that
 // division rounds to, for any d (tried for every mantissa of both, see test_exact_division.py).

@@ -1,5 +1,5 @@
-// Weights for packed.h straight from their codes, on AVX-512: 16 rows of 64 bytes are transposed as they are stored, and
-// decoded where they will be used.
+// Weights for packed.h straight from their codes, on AVX-512: 16 rows of 64 bytes are transposed as they are stored,
+// and decoded where they will be used.
 #pragma once
 #include "bf16.h"
 #include "int8.h"
@@ -8,8 +8,8 @@
 namespace torchq {
 
 #if defined(__AVX512BW__)
-// Columns k..k + n of a panel (k a multiple of 128, n of 64), as dwords [dword][PANEL]. `convert(codes, k, half, out)` makes
-// Convert::vectors vectors of a dword of codes of W rows, whose columns start at k, and puts them PANEL apart.
+// Columns k..k + n of a panel (k a multiple of 128, n of 64), as dwords [dword][PANEL]. `convert(codes, k, half, out)`
+// makes Convert::vectors vectors of a dword of codes of W rows, whose columns start at k, and puts them PANEL apart.
 template <class Convert>
 inline void repack(const Quantized& w, int64_t matrix, int64_t first, int64_t n_rows, int64_t k, int64_t n,
                    const Convert& convert, uint32_t* out) {
@@ -63,8 +63,8 @@ struct ToInt8 {
 #endif
 
 #if TORCHQ_BF16_DOT
-// Scales that are multiplied into the weights, where that is exact: POWERS (MX) and BLOCKS (NVFP4). Others are left to the
-// sums (ON_SUMS), as the factors of groups or of rows.
+// Scales that are multiplied into the weights, where that is exact: POWERS (MX) and BLOCKS (NVFP4). Others are left to
+// the sums (ON_SUMS), as the factors of groups or of rows.
 enum Scaling { ON_SUMS, POWERS, BLOCKS };
 
 inline Scaling scaling_of(const Format& f) {
@@ -86,7 +86,8 @@ class ToBF16 {
 
   void operator()(__m512i codes, int64_t k, int64_t half, uint32_t* out) const {
     __m512i scale{};
-    if constexpr (S == POWERS || S == BLOCKS) scale = load<__m512i>(scales_ + k / (S == POWERS ? 32 : 16) * PANEL + half);
+    if constexpr (S == POWERS || S == BLOCKS)
+      scale = load<__m512i>(scales_ + k / (S == POWERS ? 32 : 16) * PANEL + half);
     if constexpr (packs_two(E)) {
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
@@ -105,7 +106,8 @@ class ToBF16 {
         store(out + i * PANEL, _mm512_or_si512(high, _mm512_srli_epi32(low, 16)));
       }
     } else {
-      const __m512i columns = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+      const __m512i columns =
+          _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
       __m512i v[2];
       decode_.bytes(_mm512_shuffle_epi8(codes, columns), v);
       for (int i = 0; i < 2; i++) store(out + i * PANEL, S == POWERS ? times_power(v[i], scale) : v[i]);
@@ -123,7 +125,8 @@ class ToBF16 {
 
   // Products that bf16 holds: the halves of f32 that are cut are zeros.
   static __m512i times(__m512i v, vf scale) {
-    vf low = (vf)_mm512_slli_epi32(v, 16) * scale, high = (vf)_mm512_and_si512(v, _mm512_set1_epi32(0xffff0000)) * scale;
+    vf low = (vf)_mm512_slli_epi32(v, 16) * scale,
+       high = (vf)_mm512_and_si512(v, _mm512_set1_epi32(0xffff0000)) * scale;
     return _mm512_or_si512((__m512i)high, _mm512_srli_epi32((__m512i)low, 16));
   }
 
@@ -141,7 +144,7 @@ inline bool scale_vectors(const Quantized& w, int64_t matrix, int64_t row, uint3
     int64_t i = 0;
     vi odd{};
     auto exponents = [&](vi s) {
-      odd |= s < least_normal(E) | s > most_normal(E);
+      odd |= s<least_normal(E) | s> most_normal(E);
       vi e = (s - 127) * 128 & 0xffff;
       return e | e << 16;
     };

@@ -14,7 +14,7 @@ inline vi e8m0_from_amax(vi bits, Element element, Rounding rounding) {
     exponent = (bits + (1 << (22 - mantissa_bits))) >> 23;
   } else {
     const int32_t max_fraction = element == E2M1 ? 0x400000 : 0x600000;  // 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
-    exponent = (bits >> 23) - ((bits & 0x7fffff) > max_fraction);         // true is -1
+    exponent = (bits >> 23) - ((bits & 0x7fffff) > max_fraction);        // true is -1
   }
   vi byte = exponent - emax;
   byte = byte < 0 ? vi{} : byte > 254 ? splat(254) : byte;

@@ -1,5 +1,6 @@
-// Vectors of W floats or 32-bit ints on the compiler's vector extension: one source for AVX-512, AVX2 and every other CPU
-// (W = 4: SSE2, NEON or plain scalar code). Intrinsics appear only where the extension has no word for an instruction.
+// Vectors of W floats or 32-bit ints on the compiler's vector extension: one source for AVX-512, AVX2 and every other
+// CPU (W = 4: SSE2, NEON or plain scalar code). Intrinsics appear only where the extension has no word for an
+// instruction.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -36,7 +37,8 @@ typedef uint8_t vb_half __attribute__((vector_size(W / 2)));
 template <class T>
 class Aligned {
  public:
-  explicit Aligned(int64_t n = 0) : data_(n ? (T*)std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64) : nullptr), size_(n) {
+  explicit Aligned(int64_t n = 0)
+      : data_(n ? (T*)std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64) : nullptr), size_(n) {
     if (n && !data_) throw std::bad_alloc();
   }
   Aligned(Aligned&& other) : data_(std::move(other.data_)), size_(std::exchange(other.size_, 0)) {}
@@ -56,8 +58,8 @@ class Aligned {
   int64_t size_;
 };
 
-// The same for the length of a call: what a thread's calls let go of is kept for its next ones, up to 8 pieces of 32 MB,
-// so that the system need not clear new pages every time.
+// The same for the length of a call: what a thread's calls let go of is kept for its next ones, up to 8 pieces of 32
+// MB, so that the system need not clear new pages every time.
 template <class T>
 class Kept {
  public:
@@ -115,8 +117,8 @@ constexpr To bit_cast(From a) {
   return __builtin_bit_cast(To, a);
 }
 
-// Unsigned lanes to a width of lane, cut or filled with zeros: __builtin_convertvector, which compilers spell out lane by
-// lane where one instruction or two would do.
+// Unsigned lanes to a width of lane, cut or filled with zeros: __builtin_convertvector, which compilers spell out lane
+// by lane where one instruction or two would do.
 template <class To, class From>
 inline To convert(From v) {
 #if defined(__AVX2__)
@@ -216,7 +218,8 @@ inline int32_t sum_lanes(vi v) {
 #endif
 }
 
-// a * b + c, rounded once where EXACT_FMA; the compiler may not contract on its own (quantization must round twice where the twin does).
+// a * b + c, rounded once where EXACT_FMA; the compiler may not contract on its own (quantization must round twice
+// where the twin does).
 #if defined(__AVX2__)
 constexpr bool EXACT_FMA = true;
 #else

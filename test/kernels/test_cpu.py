@@ -100,6 +100,19 @@ def test_every_scale_rule(paths, name, rounding):
         assert_same(paths, values_of((33, 123), dtype), key, rounding)
 
 
+@pytest.mark.parametrize("key", WEIGHTS, ids=str)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_every_16_bit_value_beside_others_of_its_size(paths, key, dtype):
+    # Sorted, so that a group holds neighbours and its scale makes the most of them; shuffled, it holds mostly zeros.
+    bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    x = bits.view(dtype)
+    x = x[x.isfinite()].sort().values.view(-1, 256)
+    assert_same(paths, x, key)
+    generator = torch.Generator().manual_seed(0)
+    small = x[(x.float().abs() > 1e-4).all(1) & (x.float().abs() < 1e4).all(1)].flatten()
+    assert_same(paths, small[torch.randperm(small.numel(), generator=generator)].view(-1, 256), key)
+
+
 @pytest.mark.parametrize("name", ("mxfp4", "mxfp8", "int8_per_channel_static", "int4_per_group_32"))
 def test_every_rounding_tie(paths, name):
     # A first column fixes each row's scale at a power of two; the rest walks the codes' grid in quarter steps.
