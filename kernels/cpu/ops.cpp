@@ -1,5 +1,12 @@
 // The operators, on LibTorch's stable ABI: shapes and pointers here, arithmetic in the headers. Arguments were checked
 // by torchq.kernels.cpu_backend. TORCHQ_LIBRARY names the operators of one instruction set.
+//
+//   vec.h                     vectors of W lanes, one source for every instruction set; dtypes of values
+//   format.h code.h scale.h   what codes and scales mean; encode and decode W of them
+//   quantize.h dequantize.h   rows of values to codes and scales, and back
+//   dot.h few.h bf16.h        products of a few rows of x: codes are decoded in registers
+//   packed.h repack.h int8.h  products of many: weights and x are repacked, so that lanes run along the rows of weights
+//   prepare.h linear.h        which arithmetic a pair of formats gets, x made ready for it, and panel after panel
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
