@@ -591,7 +591,8 @@ def _compiled(function: Callable, *example) -> Callable | None:
 
 
 def _has_bf16_units() -> bool:
-    return not cpu.cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
+    level = os.environ.get("TORCHQ_CPU_ISA") or cpu.best_level()
+    return level == "avx512" and not cpu.cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {

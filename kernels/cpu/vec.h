@@ -58,7 +58,7 @@ class Aligned {
   int64_t size_;
 };
 
-// The same for the length of a call: what a thread's calls let go of is kept for its next ones, up to 8 pieces of 32
+// The same for the length of a call: what a thread's calls let go of is kept for its next ones, up to 6 pieces of 16
 // MB, so that the system need not clear new pages every time.
 template <class T>
 class Kept {
@@ -82,7 +82,7 @@ class Kept {
     return *this;
   }
   ~Kept() {
-    if (memory_.size() && memory_.size() <= 32 << 20 && pool().size() < 8) pool().push_back(std::move(memory_));
+    if (memory_.size() && memory_.size() <= 16 << 20 && pool().size() < 6) pool().push_back(std::move(memory_));
   }
   T* data() const { return (T*)memory_.data(); }
   int64_t size() const { return size_; }
