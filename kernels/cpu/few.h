@@ -1,5 +1,6 @@
-// A few rows of f32 x: codes are decoded in registers, and their groups' scales multiplied into the sums of 32 columns.
+// A few rows of x in f32 or int8 (bf16.h has bf16): codes are decoded in registers.
 #pragma once
+#include "dot.h"
 #include "int8.h"
 
 namespace torchq {
@@ -47,8 +48,8 @@ struct Raw {
 #endif
 };
 
-// sums[m * pitch] = dot products of one row of weights and MB rows of x, without the outer factor. `scales`: f32 for
-// every SPAN columns. x has zeros after the row's last column, up to a multiple of 32.
+// sums[m * pitch] = dot products of one row of weights and MB rows of f32 x, without the outer factor. `scales`: f32
+// for every SPAN columns. x has zeros after the row's last column, up to a multiple of 32.
 template <Element E, int MB, int SPAN>
 [[gnu::noinline]] void few_rows_of_f32(const char* codes, int64_t bytes, const float* scales, const float* x,
                                        int64_t ldx, float* sums, int64_t pitch) {
@@ -87,6 +88,52 @@ template <Element E, int MB, int SPAN>
   }
 #pragma GCC unroll 8
   for (int m = 0; m < MB; m++) sums[m * pitch] = sum_lanes(acc[m][0] + acc[m][1]);
+}
+
+// Rows of int8 weights: `rows` of them, `pitch` apart. A block past the last row repeats it.
+struct RowsOfI8 {
+  const int8_t* first;
+  int64_t pitch, rows;
+  const int8_t* operator[](int64_t n) const { return first + (n < rows ? n : rows - 1) * pitch; }
+};
+
+// sums[m * pitch + n] += dot products of 4 rows of weights and MB rows over k columns (a multiple of DotI8::step).
+template <int MB>
+[[gnu::noinline]] void block_of_i8(const RowsOfI8& w, int64_t first, const int8_t* x, int64_t ldx, int64_t k,
+                                   int64_t* sums, int64_t pitch) {
+  vi acc[4][MB] = {};
+  const int8_t* from[4];
+  for (int n = 0; n < 4; n++) from[n] = w[first + n];
+  for (int64_t i = 0; i < k; i += DotI8::step) {
+    DotI8::V row[4];
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) {
+      if constexpr (MB == 1) __builtin_prefetch(from[n] + i + 4 * w.pitch);
+      row[n] = DotI8::load_w(from[n] + i);
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < MB; m++) {
+      const DotI8::V v = DotI8::load(x + m * ldx + i);
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; n++) acc[n][m] = DotI8::add(acc[n][m], row[n], v);
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < MB; m++)
+    for (int n = 0; n < 4; n++) sums[m * pitch + n] += sum_lanes(acc[n][m]);
+}
+
+// The same for all rows of w and a few rows of x. sums has room for whole blocks.
+inline void few_rows_of_i8(const RowsOfI8& w, const int8_t* x, int64_t ldx, int64_t rows_m, int64_t k, int64_t* sums,
+                           int64_t pitch) {
+  for (int64_t n = 0; n < w.rows; n += 4) {
+    int64_t m = 0;
+    auto block = [&]<int MB>() { block_of_i8<MB>(w, n, x + m * ldx, ldx, k, sums + m * pitch + n, pitch); };
+    if constexpr (W == 16)
+      for (; m + 4 <= rows_m; m += 4) block.template operator()<4>();
+    for (; m + 2 <= rows_m; m += 2) block.template operator()<2>();
+    for (; m < rows_m; m++) block.template operator()<1>();
+  }
 }
 
 }  // namespace torchq

@@ -149,11 +149,11 @@ inline void few_in_i8(const Linear& l, const Panel& p, int64_t from, int64_t m_r
   for (int64_t k = 0; k < columns; k += chunk) {
     int64_t n = std::min(chunk, columns - k), whole = n / step * step;
     const int8_t* x = (const int8_t*)l.x.row(from) + k;
-    dot_rows<DotI8>({w + k, columns, p.rows}, x, l.x.pitch, m_rows, whole, sums, PANEL);
+    few_rows_of_i8({w + k, columns, p.rows}, x, l.x.pitch, m_rows, whole, sums, PANEL);
     if (whole == n) continue;
     alignas(64) int8_t tail[PANEL * DotI8::step] = {};  // meets zeros of x
     for (int64_t r = 0; r < p.rows; r++) memcpy(tail + r * step, w + r * columns + k + whole, n - whole);
-    dot_rows<DotI8>({tail, step, p.rows}, x + whole, l.x.pitch, m_rows, step, sums, PANEL);
+    few_rows_of_i8({tail, step, p.rows}, x + whole, l.x.pitch, m_rows, step, sums, PANEL);
   }
 }
 

@@ -4,8 +4,9 @@
 //   vec.h                     vectors of W lanes, one source for every instruction set; dtypes of values
 //   format.h code.h scale.h   what codes and scales mean; encode and decode W of them
 //   quantize.h dequantize.h   rows of values to codes and scales, and back
-//   dot.h few.h bf16.h        products of a few rows of x: codes are decoded in registers
-//   packed.h repack.h int8.h  products of many: weights and x are repacked, so that lanes run along the rows of weights
+//   dot.h int8.h              a step of a dot product; codes that are int8
+//   few.h bf16.h              products of a few rows of x: codes are decoded in registers
+//   packed.h repack.h         products of many: weights and x are repacked, so that lanes run along the rows of weights
 //   prepare.h linear.h        which arithmetic a pair of formats gets, x made ready for it, and panel after panel
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -127,10 +127,9 @@ inline void pack_block(const Prepared& p, const Block& b, PackedRows& out) {
   using Packed = typename Dot::Packed;
   const int64_t spans = p.spans();
   Kept<Packed> wide;
-  if constexpr (!std::is_same_v<Packed, typename Dot::T>) {
+  if constexpr (std::is_same_v<Dot, DotI8> && sizeof(Packed) > 1) {
     wide = Kept<Packed>(b.rows * p.pitch);
-    const auto* x = (const typename Dot::T*)p.row(b.from);
-    for (int64_t i = 0; i < b.rows * p.pitch; i++) wide[i] = x[i];
+    std::copy_n((const int8_t*)p.row(b.from), b.rows * p.pitch, wide.data());
   }
   const char* x = wide.size() ? (const char*)wide.data() : p.row(b.from);
   pack_rows([&](int64_t n) { return (const uint32_t*)x + n * out.dwords; }, b.rows, out.dwords,

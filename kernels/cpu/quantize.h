@@ -31,39 +31,27 @@ struct Target {
 
 template <Dtype D>
 inline int32_t amax_bits(const char* x, int64_t n, bool finite_only) {
-  if constexpr (D == F32) {
-    vi best{};
-    auto take = [&](vi a) {
-      a &= 0x7fffffff;
-      if (finite_only) a = a >= INF_BITS ? vi{} : a;
-      best = best > a ? best : a;
-    };
-    int64_t i = 0;
-    for (; i + W <= n; i += W) take(load<vi>(x + i * 4));
-    if (i < n) {
-      char tail[W * 4] = {};
-      memcpy(tail, x + i * 4, (n - i) * 4);
-      take(load<vi>(tail));
-    }
-    return max_lane(best);
-  } else {  // magnitudes are ordered as their bits are
-    constexpr uint16_t infinity = D == BF16 ? 0x7f80 : 0x7c00;
-    vh best{};
-    auto take = [&](vh a) {
-      a &= 0x7fff;
-      if (finite_only) a = a >= infinity ? vh{} : a;
-      best = best > a ? best : a;
-    };
-    int64_t i = 0;
-    for (; i + W <= n; i += W) take(load<vh>(x + i * 2));
-    if (i < n) {
-      char tail[W * 2] = {};
-      memcpy(tail, x + i * 2, (n - i) * 2);
-      take(load<vh>(tail));
-    }
-    const uint16_t bits = max_lane(best);
-    return D == BF16 ? int32_t(bits) << 16 : bit_cast<int32_t>(f16_to_float(bits));
+  // Magnitudes are ordered as their bits are.
+  using V = std::conditional_t<D == F32, vi, vh>;
+  constexpr int size = D == F32 ? 4 : 2;
+  constexpr int32_t magnitude = D == F32 ? 0x7fffffff : 0x7fff;
+  constexpr int32_t infinity = D == F32 ? INF_BITS : D == BF16 ? 0x7f80 : 0x7c00;
+  V best{};
+  auto take = [&](V a) {
+    a &= magnitude;
+    if (finite_only) a = a >= infinity ? V{} : a;
+    best = best > a ? best : a;
+  };
+  int64_t i = 0;
+  for (; i + W <= n; i += W) take(load<V>(x + i * size));
+  if (i < n) {
+    char tail[W * size] = {};
+    memcpy(tail, x + i * size, (n - i) * size);
+    take(load<V>(tail));
   }
+  const auto bits = max_lane(best);
+  if constexpr (D == F32) return bits;
+  return D == BF16 ? int32_t(bits) << 16 : bit_cast<int32_t>(f16_to_float(bits));
 }
 
 inline int32_t amax_bits(const char* x, Dtype d, int64_t n, bool finite_only) {
