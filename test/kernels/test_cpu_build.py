@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +95,21 @@ def test_importing_builds_nothing(tmp_path):
 def test_levels_and_flags():
     assert cpu.best_level() in cpu.LEVELS
     assert isinstance(cpu.cpu_flags(), frozenset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "extras", ((), ("avx512_vnni",), ("avx512_vnni", "avx512vbmi")), ids=lambda e: e[-1:] or "none"
+)
+def test_kernels_of_older_avx512_cpus(extras):
+    if not cpu.cpu_flags().issuperset((*cpu._NEEDS["avx512"], *extras)):
+        pytest.skip("this CPU lacks AVX-512, or that part of it")
+    program = (
+        "import sys, pytest, torchq.kernels.cpu as cpu\n"
+        f"cpu._EXTRAS['avx512'] = {extras!r}\n"
+        f"sys.exit(pytest.main([{str(Path(__file__).with_name('test_cpu.py'))!r}, '-p', 'no:cacheprovider']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
