@@ -68,11 +68,10 @@ class Kernels:
         return QuantizedTensor(data, scale, own, key, x.shape, rounding)
 
     def dequantize(self, q, dtype):
-        parts = (q.data, q.scale, q.global_scale)
         if dtype not in _DTYPES or q.data.numel() == 0:
             return twin.dequantize(q, dtype)
         out = torch.empty(q.shape, dtype=dtype)
-        parts = (None if t is None else t.contiguous() for t in parts)
+        parts = (None if t is None else t.contiguous() for t in (q.data, q.scale, q.global_scale))
         self._ops.dequantize(*parts, out, *_matrices(q.shape, q.key), _packed(q.key))
         return out
 
@@ -88,7 +87,7 @@ class Kernels:
         if not _fits(x, weight, bias):
             return twin.grouped_linear(x, offsets, weight, bias, activation)
         rows, columns = weight.shape[1:]
-        out = x.new_zeros(x.shape[0], rows)  # rows of no expert stay zero
+        out = x.new_empty(x.shape[0], rows)
         x, *parts = _operands(x, weight, bias)
         pair = _packed_pair(weight.key, activation)
         self._ops.grouped_linear(x, offsets.contiguous(), *parts, out, rows, columns, *pair)

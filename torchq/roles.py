@@ -62,9 +62,8 @@ class Roles:
             self._by_id.setdefault(id(module), "output embedding of the model")
 
     def _find_kept_in_fp32(self, node: Node) -> None:
-        if not any(hasattr(type(node.module), attribute) for attribute in _KEEP_IN_FP32):
-            return
-        listed = {name for attribute in _KEEP_IN_FP32 for name in getattr(node.module, attribute, None) or ()}
+        own, cls = node.module.__dict__, type(node.module)  # not through the module, which is slow to say no
+        listed = {name for key in _KEEP_IN_FP32 for name in own.get(key, getattr(cls, key, None)) or ()}
         if listed:
             pattern = re.compile("|".join(rf"(^|\.){name}($|\.)" for name in sorted(listed)))
             self._keep_patterns += [(f"{name}." if name else "", pattern) for name in node.names]

@@ -155,7 +155,7 @@ PackedRows pack(const Prepared& x, Element weight, std::vector<Share>& shares) {
   const int64_t rows = all.back().at + all.back().pitch;
   out.x = Kept<uint32_t>(rows * out.dwords);
   out.factor = Kept<float>(rows * x.spans());
-  out.start = Kept<int32_t>(rows * x.spans());
+  if (x.row_sum.size()) out.start = Kept<int32_t>(rows * x.spans());
   for_each(all.size(), all[0].pitch * x.pitch, [&](int64_t i) {
     if (x.in.kind == Arithmetic::IN_F32) pack_block<DotF32>(x, all[i], out);
     if (x.in.kind == Arithmetic::IN_I8) pack_block<DotI8>(x, all[i], out);
@@ -205,6 +205,10 @@ void grouped_linear(Tensor x, Tensor offsets, Tensor data, Tensor scale, std::op
                     int64_t activation) {
   const int64_t* first = static_cast<const int64_t*>(offsets.data_ptr());
   std::vector<int64_t> bounds(first, first + offsets.numel());
+  // Rows of no expert, before the first one's and after the last one's, are zeros.
+  const int64_t row = rows * size_of(dtype_of(out)), tokens = x.numel() / columns;
+  memset(bytes(out), 0, bounds.front() * row);
+  memset(bytes(out) + bounds.back() * row, 0, (tokens - bounds.back()) * row);
   run_linear(x, bounds, data, scale, global, bias, out, rows, columns, format, activation);
 }
 

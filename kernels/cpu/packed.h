@@ -56,19 +56,26 @@ inline void pack_rows(Row row, int64_t n_rows, int64_t dwords, uint32_t* out, in
 
 // ---- kernels: rows of `pitch` dwords of packed x, MB of them used; products go or are added to sums[m][PANEL] ----
 
-template <class Dot, int MB, class S>
-[[gnu::noinline]] void packed_block(const uint32_t* w, const uint32_t* x, int64_t pitch, int64_t dwords, S* sums,
-                                    bool add) {
-  typename Dot::Sum acc[MB][2] = {};
+// sums[m] += the products of PANEL rows of weights and row m of x over `dwords`; w and x move on.
+template <class Dot, int MB>
+[[gnu::always_inline]] inline void multiply(const uint32_t*& w, const uint32_t*& x, int64_t pitch, int64_t dwords,
+                                            typename Dot::Sum (&sums)[MB][2]) {
   for (int64_t i = 0; i < dwords; i++, x += pitch, w += PANEL) {
     const auto w0 = load<typename Dot::V>(w), w1 = load<typename Dot::V>(w + W);
 #pragma GCC unroll 16
     for (int m = 0; m < MB; m++) {
       const auto v = Dot::broadcast(x[m]);
-      acc[m][0] = Dot::add(acc[m][0], w0, v);
-      acc[m][1] = Dot::add(acc[m][1], w1, v);
+      sums[m][0] = Dot::add(sums[m][0], w0, v);
+      sums[m][1] = Dot::add(sums[m][1], w1, v);
     }
   }
+}
+
+template <class Dot, int MB, class S>
+[[gnu::noinline]] void packed_block(const uint32_t* w, const uint32_t* x, int64_t pitch, int64_t dwords, S* sums,
+                                    bool add) {
+  typename Dot::Sum acc[MB][2] = {};
+  multiply<Dot, MB>(w, x, pitch, dwords, acc);
 #pragma GCC unroll 16
   for (int m = 0; m < MB; m++)
     for (int v = 0; v < 2; v++) {
@@ -104,15 +111,7 @@ template <class Dot, int MB, bool OF_X>
       else
         part[m][0] = part[m][1] = Sum{};
     }
-    for (int64_t i = 0; i < g.dwords; i++, x += pitch, w += PANEL) {
-      const auto w0 = load<typename Dot::V>(w), w1 = load<typename Dot::V>(w + W);
-#pragma GCC unroll 8
-      for (int m = 0; m < MB; m++) {
-        const auto v = Dot::broadcast(x[m]);
-        part[m][0] = Dot::add(part[m][0], w0, v);
-        part[m][1] = Dot::add(part[m][1], w1, v);
-      }
-    }
+    multiply<Dot, MB>(w, x, pitch, g.dwords, part);
     const vf factor[2] = {load<vf>(g.w), load<vf>(g.w + W)};
 #pragma GCC unroll 8
     for (int m = 0; m < MB; m++)

@@ -137,8 +137,9 @@ inline void pack_block(const Prepared& p, const Block& b, PackedRows& out) {
   for (int64_t s = 0; s < spans; s++)
     for (int64_t m = 0; m < b.pitch; m++) {
       const int64_t to = b.at * spans + s * b.pitch + m, row = b.from + m;
-      out.factor[to] = m >= b.rows || !p.span_factor.size() ? 0.f : p.span_factor[row * spans + s];
-      out.start[to] = m >= b.rows || !p.row_sum.size() ? 0 : -DotI8::offset * p.row_sum[row * spans + s];
+      const bool real = m < b.rows;
+      out.factor[to] = real && p.span_factor.size() ? p.span_factor[row * spans + s] : 0.f;
+      if (out.start.size()) out.start[to] = real ? -DotI8::offset * p.row_sum[row * spans + s] : 0;
     }
 }
 

@@ -98,9 +98,7 @@ def test_levels_and_flags():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "extras", ((), ("avx512_vnni",), ("avx512_vnni", "avx512vbmi")), ids=lambda e: e[-1:] or "none"
-)
+@pytest.mark.parametrize("extras", ((), ("avx512_vnni",), ("avx512_vnni", "avx512vbmi")), ids=str)
 def test_kernels_of_older_avx512_cpus(extras):
     if not cpu.cpu_flags().issuperset((*cpu._NEEDS["avx512"], *extras)):
         pytest.skip("this CPU lacks AVX-512, or that part of it")
