@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import _torchao
 import torch
 import torch.nn.functional as F
 from _timing import Check, Machine, Timer, busy_cores, copies, heading, rotating, show
@@ -92,12 +93,12 @@ def quantizing(bench: Bench) -> None:
     targets = [weight.clone() for _ in range(count)]
     pairs = zip(targets, sources["copy"], strict=True)
     copying = rotating([functools.partial(target.copy_, source) for target, source in pairs])
-    for name, ways in _torchao_ways().items():
+    for name, ways in _torchao.quantizers().items():
         key = _key(FORMATS[name])
         calls = {"copy": copying, "ours": _on_each(functools.partial(kernels.quantize, key=key), sources["ours"])}
         for rule, way in ways.items():
             calls[f"torchao eager{rule}"] = _on_each(way, sources["torchao"])
-            if (compiled := _compiled(way, weight)) is not None:
+            if (compiled := _torchao.compiled(way, weight)) is not None:
                 calls[f"torchao compiled{rule}"] = _on_each(compiled, sources["torchao compiled"])
         row, found = _quantizing_row(name, key, weight.nbytes, bench.timer.medians(calls))
         rows.append(row)
@@ -129,34 +130,6 @@ def _quantizing_row(name: str, key: QuantKey, nbytes: int, found: dict[str, floa
 
 def _on_each(function: Callable, tensors: list[Tensor]) -> Callable:
     return rotating([functools.partial(function, tensor) for tensor in tensors])
-
-
-def _torchao_ways() -> dict[str, dict[str, Callable[[Tensor], object]]]:
-    """How torchao makes plain codes and scales of each format: a function a rule for scales."""
-    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
-    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
-    from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
-    from torchao.quantization import Float8Tensor, Int8Tensor, PerBlock, PerRow
-
-    def mx(dtype, rule):
-        return lambda w: to_mx(w, dtype, 32, ScaleCalculationMode(rule))
-
-    def parts(make):
-        def plain(w):
-            made = make(w)
-            return [getattr(made, name) for name in made.tensor_data_names]
-
-        return {"": plain}
-
-    return {
-        "mxfp4": {f", {rule} scales": mx(torch.float4_e2m1fn_x2, rule) for rule in ("even", "rceil")},
-        "mxfp8": {"": mx(torch.float8_e4m3fn, "rceil")},
-        "fp8 channel": parts(lambda w: Float8Tensor.from_hp(w, granularity=PerRow())),
-        "int8 channel": parts(lambda w: Int8Tensor.from_hp(w, PerRow())),
-        "nvfp4": parts(lambda w: NVFP4Tensor.to_nvfp4(w, per_tensor_scale=per_tensor_amax_to_scale(w.abs().max()))),
-        "int4 group 32": parts(lambda w: Int4OpaqueTensor.from_hp(w, [1, 32])),
-        "fp8 block": parts(lambda w: Float8Tensor.from_hp(w, granularity=PerBlock([128, 128]))),
-    }
 
 
 def one_row(bench: Bench) -> None:
@@ -217,11 +190,11 @@ def _many_rows_check(machine: Machine, name: str, kind: str, key: QuantKey, m: i
 
 def against_torchao(bench: Bench) -> None:
     """Multiply 1, 32 and 512 rows: against torchao's configurations for the CPU, eager and compiled."""
-    weight, rows, checks, notes = _random(N, K), [], [], _torchao_refuses()
-    for name, (config, key, activation) in _torchao_configs().items():
+    weight, rows, checks, notes = _random(N, K), [], [], _torchao.refusals()
+    for name, (config, key, activation) in _torchao.configurations().items():
         for m in (1, 32, 512):
             x = _random(m, K)
-            calls, at_once = _torchao_calls(weight, config, x, freeze=key.element == "int8")
+            calls, at_once = _torchao.linears(weight, config, x, freeze=key.element == "int8")
             calls["ours"] = _ours(weight, key, activation, x, 4)
             found = bench.timer.medians(calls)
             found |= {n: found[n] / at_once for n in found if n == "frozen"}
@@ -238,93 +211,6 @@ def against_torchao(bench: Bench) -> None:
         "which there is nothing to freeze around.",
     )
     show(f"Linear, {N}x{K}, against torchao", header, rows, checks, notes)
-
-
-def _torchao_configs() -> dict[str, tuple[object, QuantKey, QuantKey | None]]:
-    from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
-
-    int8, int4 = _key("int8_per_channel_static"), _key("int4_per_group_32")
-
-    def packed(group):
-        return PrototypeInt4WeightOnlyConfig(group_size=group, set_inductor_config=False)
-
-    return {
-        "int8 weight-only": (Int8WeightOnlyConfig(set_inductor_config=False), int8, None),
-        "int8 dynamic": (
-            Int8DynamicActivationInt8WeightConfig(set_inductor_config=False),
-            int8,
-            DEFAULT_ACTIVATION[int8],
-        ),
-        "int4 group 32, packed for CPU (prototype)": (packed(32), int4, None),
-        "int4 group 128, packed for CPU (prototype)": (packed(128), int4, None),
-    }
-
-
-def _torchao_refuses() -> tuple[str, ...]:
-    """What torchao says of its other int4 configurations here."""
-    from torchao.prototype.quantization.int4.inference_workflow import Int8DynamicActivationInt4WeightConfig
-    from torchao.quantization import Int4WeightOnlyConfig
-    from torchao.quantization.quantize_.workflows.int4.int4_packing_format import Int4PackingFormat
-
-    configs = {
-        f"Int4WeightOnlyConfig({f.value})": Int4WeightOnlyConfig(32, int4_packing_format=f) for f in Int4PackingFormat
-    }
-    configs["Int8DynamicActivationInt4WeightConfig"] = Int8DynamicActivationInt4WeightConfig(32)
-    said = []
-    for name, config in configs.items():
-        try:
-            F.linear(_random(1, 256), _torchao_weight(_random(256, 256), config))
-        except Exception as error:  # each packing refuses in its own way
-            said.append(f"{name} does not run here ({str(error).splitlines()[0].rstrip('.')}).")
-        else:
-            said.append(f"{name} runs here too, and is not measured.")
-    return (" ".join(said),)
-
-
-def _torchao_weight(weight: Tensor, config) -> Tensor:
-    from torchao.quantization import quantize_ as torchao_quantize_
-
-    module = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    torchao_quantize_(module, config)
-    return module.weight
-
-
-def _torchao_calls(weight: Tensor, config, x: Tensor, freeze: bool) -> tuple[dict[str, Callable], int]:
-    """The ways to run a configuration, over cold copies; one call of "frozen" runs as many linears as is returned."""
-    torch._dynamo.reset()
-    one = _torchao_weight(weight, config)
-    nbytes = sum(getattr(one, name).nbytes for name in one.tensor_data_names)
-    count = copies(nbytes, 5)  # freezing packs a second copy
-    eager, compiled, frozen = ([copy.deepcopy(one) for _ in range(count)] for _ in range(3))
-    calls = {"eager": rotating([functools.partial(F.linear, x, w) for w in eager])}
-    linear = _compiled(lambda x, w: F.linear(x, w), x, one)
-    if linear is not None:
-        calls["compiled"] = rotating([functools.partial(linear, x, w) for w in compiled])
-    if freeze and (together := _frozen(frozen, x)) is not None:
-        calls["frozen"] = together
-    return calls, count
-
-
-def _frozen(weights: list[Tensor], x: Tensor) -> Callable | None:
-    """One compiled graph that multiplies by every weight, each of them a constant that inductor may repack."""
-    xs = [x.clone() for _ in weights]  # an input each, so that none of the products are merged
-    modules = nn.ModuleList(_Linear(w) for w in weights)
-    with torch._inductor.config.patch(freezing=True):
-        together = _compiled(lambda xs: [module(x) for module, x in zip(modules, xs, strict=True)], xs)
-    return None if together is None else functools.partial(together, xs)
-
-
-class _Linear(nn.Module):
-    """A linear layer around a weight of any class."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 def language_model(bench: Bench) -> None:
@@ -577,17 +463,6 @@ def _rotating_modules(modules: list[QuantLinear], x: Tensor) -> Callable:
 
 def _ours(weight: Tensor, key: QuantKey, activation: QuantKey | None, x: Tensor, rivals: int) -> Callable:
     return _rotating_modules(_modules(weight, key, activation, rivals), x)
-
-
-def _compiled(function: Callable, *example) -> Callable | None:
-    """The function under torch.compile, or None where that fails."""
-    compiled = torch.compile(function, dynamic=False)
-    try:
-        compiled(*example)
-    except Exception:  # whatever inductor can't do yet
-        torch._dynamo.reset()
-        return None
-    return compiled
 
 
 def _has_bf16_units() -> bool:
